@@ -1,0 +1,72 @@
+"""The errors that EBRL raises; every message names the thing that is wrong and the way out.
+
+::
+
+    EbrlError
+    ├── ConfigError (also ValueError)      a value that cannot work: option, count, folder
+    ├── UnknownEnv (also LookupError)      no environment of that id
+    ├── SpaceError (also TypeError)        spaces that a policy or a host cannot serve
+    ├── ProgramError (also RuntimeError)   an environment program misused its context
+    ├── SimulatorError (also RuntimeError) a simulator raised, or broke its own contract
+    │   ├── InvalidData                    shape, dtype, NaN against the declared space
+    │   └── HostDied                       the process of a simulator is gone
+    ├── PolicyError (also RuntimeError)    a policy returned what cannot be executed
+    ├── PoolError (also RuntimeError)      more units asked or returned than a pool has
+    ├── LaneLost (also RuntimeError)       a lane whose running call outlived its deadline
+    ├── Closed (also RuntimeError)         a call on a service that has ended
+    └── Deadlock (also RuntimeError)       virtual time: everybody waits and nothing is scheduled
+"""
+
+from __future__ import annotations
+
+
+class EbrlError(Exception):
+    """Base of every error that EBRL raises on purpose."""
+
+
+class ConfigError(EbrlError, ValueError):
+    """A value that cannot work; the message says which values do."""
+
+
+class UnknownEnv(EbrlError, LookupError):
+    """No environment of that id; the message lists the nearest names."""
+
+
+class SpaceError(EbrlError, TypeError):
+    """Observation or action spaces that the chosen policy or host cannot serve."""
+
+
+class ProgramError(EbrlError, RuntimeError):
+    """An environment program broke a rule of `EnvContext`."""
+
+
+class SimulatorError(EbrlError, RuntimeError):
+    """A simulator raised, or did something that its interface forbids."""
+
+
+class InvalidData(SimulatorError):
+    """An observation, action or reward that contradicts the declared space, or is not a number."""
+
+
+class HostDied(SimulatorError):
+    """The process in which a simulator ran has ended by itself."""
+
+
+class PolicyError(EbrlError, RuntimeError):
+    """A policy returned rows that cannot be executed."""
+
+
+class PoolError(EbrlError, RuntimeError):
+    """More units were asked of a pool, or given back to it, than it has."""
+
+
+class LaneLost(EbrlError, RuntimeError):
+    """A lane was given up because its running call outlived its deadline."""
+
+
+class Closed(EbrlError, RuntimeError):
+    """The service has ended, or its runtime has."""
+
+
+class Deadlock(EbrlError, RuntimeError):
+    """In virtual time: every task waits and no timer is armed. Carries a who-waits-for-what table."""

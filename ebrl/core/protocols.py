@@ -1,0 +1,164 @@
+"""The seams: what a stage may ask of another, who calls it, when, and on which thread.
+
+Stages never import each other. They meet in these protocols and in `ebrl.core.records`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ebrl.core.records import Observation, TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ebrl.core.runtime import Runtime
+
+T = TypeVar("T")
+
+
+class Lane(Protocol):
+    """Where work runs in order, one call at a time. Made by `Machine.lane`; all methods are called on the loop."""
+
+    @property
+    def name(self) -> str:
+        """For traces, logs and thread names."""
+
+    def run(self, fn: Callable[..., T], *args: Any, n: int = 1) -> asyncio.Future[T]:
+        """Queue ``fn(*args)``; the only way work leaves the loop.
+
+        A queued call whose future is cancelled before it starts does not run. A running call cannot be stopped.
+
+        Args:
+            fn: Blocking function, called on the lane.
+            args: Its arguments.
+            n: Units of work in it (rows of a batch, decisions of an update); latency models need it. 0: bookkeeping.
+        """
+
+    def submit(self, future: asyncio.Future[Any], fn: Callable[..., Any], *args: Any, n: int = 1) -> None:
+        """As `run`, but completes a future that the caller made."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in calls so far."""
+
+
+class Machine(Protocol):
+    """What there is to run on: this computer, a GPU behind it, or a model of one."""
+
+    @property
+    def num_cores(self) -> int:
+        """CPU cores that simulators may use at once."""
+
+    @property
+    def real(self) -> bool:
+        """False for a model: no threads or processes exist, and time is virtual."""
+
+    def lane(self, kind: str, name: str, pool: Any = None) -> Lane:
+        """Make a lane; called when a service opens.
+
+        Args:
+            kind: ``"sim"``, ``"gen"``, ``"train"`` or ``"io"``; a model has one latency law per kind.
+            name: Unique name.
+            pool: `ebrl.core.pools.Pool` that must lend a unit for as long as the lane works; None asks nobody.
+        """
+
+    async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
+        """End lanes (all of them by default) behind their running calls.
+
+        Returns:
+            Names of lanes that were still running after `deadline_s` and were given up.
+        """
+
+
+class Service(Protocol):
+    """Something with a life of its own inside a `Runtime`."""
+
+    @property
+    def name(self) -> str:
+        """For traces and task names."""
+
+    def open(self, runtime: Runtime) -> None:
+        """Take lanes and pools. Called once by `Runtime.start`, on the loop; must not block."""
+
+    async def serve(self) -> None:
+        """Run until cancelled. Called once, as a task of the runtime; an exception here ends the run."""
+
+    def statistics(self) -> Mapping[str, float]:
+        """Numbers about now. Called on the loop, at any time after `open`."""
+
+    async def aclose(self, deadline_s: float) -> None:
+        """Give everything back. Called once, after `serve` was cancelled."""
+
+
+@dataclass(slots=True)
+class PolicyOut:
+    """What `Policy.act` returns, as tensors; shapes as in `ebrl.core.records.BatchOut`."""
+
+    action: Tensor
+    log_prob: Tensor
+    value: Tensor
+    aux: dict[str, Tensor]
+
+
+class Policy(Protocol):
+    """A ``torch.nn.Module`` that acts and can score again what it did. `ebrl.TorchPolicy` fills in the defaults."""
+
+    @property
+    def horizon(self) -> int:
+        """H: actions in one chunk."""
+
+    @property
+    def noise_dim(self) -> int:
+        """Standard normal numbers that one decision consumes."""
+
+    def collate(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
+        """Stack B observations. Called on a generation lane, and on the training lane."""
+
+    def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+        """Choose actions. Called on a generation lane, without gradients, on a copy of the module.
+
+        Rows must not depend on each other, so that a decision does not depend on who shared its batch.
+
+        Args:
+            batch: From `collate`.
+            noise: ``[B, noise_dim]`` float32 standard normal, from the streams of the environments; the only
+                randomness that may be used.
+            deterministic: Ignore `noise` and take the mode.
+        """
+
+    def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Score samples again, with gradients. Called on the training lane.
+
+        Returns:
+            log-probability ``[B, H, A]`` (un-summed), value ``[B]``, entropy ``[B, H, A]``.
+        """
+
+    def observe(self, batch: dict[str, Tensor]) -> None:
+        """Take trained observations into the running statistics, if there are any.
+
+        Called once per update on the training lane, after the last gradient step: until the next version is
+        published, acting and scoring then use the same statistics, and the ratio at lag 0 is exactly 1.
+        """
+
+
+class Learner(Protocol):
+    """Turns batches into better weights; knows nothing of asyncio."""
+
+    @property
+    def batch_size(self) -> int:
+        """B: decisions per update, exactly."""
+
+    @property
+    def policy(self) -> Any:
+        """What is published after each update (a module); written by `update` only."""
+
+    def update(self, batch: TrainBatch) -> Mapping[str, float]:
+        """One update. Called on the training lane.
+
+        Returns:
+            Metrics by name.
+        """

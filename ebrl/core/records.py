@@ -1,0 +1,294 @@
+"""What flows between the stages: plain records of numpy arrays, with shapes and units.
+
+Shape letters: ``H`` actions in a chunk, ``A`` numbers in one action, ``B`` rows of a batch, ``n`` executed simulator steps.
+
+Records of the hot path have slots and are not frozen, since frozen construction costs half a microsecond each;
+nobody writes to them after the stage that made them has handed them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+Observation: TypeAlias = "Array | dict[str, Array]"
+Host: TypeAlias = Literal["thread", "process"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Form of one array.
+
+    Attributes:
+        shape: Without batch dimension; ``()`` for a discrete action.
+        dtype: numpy name, such as ``"float32"``.
+        low: Lower bounds, broadcastable to `shape`; None where unbounded or unknown.
+        high: Upper bounds likewise.
+        num_values: Set for a discrete space: legal values are ``0 .. num_values - 1``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    low: Array | None = field(default=None, compare=False)
+    high: Array | None = field(default=None, compare=False)
+    num_values: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers in one array."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSpec:
+    """How to make a simulator, and what it looks like from outside. Made by `ebrl.env_spec`.
+
+    Attributes:
+        id: Name for messages and run folders.
+        make: Builds one ``gymnasium.Env``; called on the lane, or in the process, that will own it.
+            Must be picklable for the process host.
+        observation: One array, or a flat dictionary of named arrays.
+        action: One action (not a chunk).
+        horizon: Simulator steps after which an episode is truncated; None leaves it to the simulator.
+        action_repeat: Simulator steps for which each action is applied.
+        task: What the policy is asked to do (language instruction, or task name).
+        host: Where it runs unless the user says otherwise.
+        info_keys: Numeric entries of ``info`` that a process host passes on.
+    """
+
+    id: str
+    make: Callable[[], Any]
+    observation: ArraySpec | Mapping[str, ArraySpec]
+    action: ArraySpec
+    horizon: int | None = None
+    action_repeat: int = 1
+    task: str = ""
+    host: Host = "thread"
+    info_keys: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the simulator returned for one chunk.
+
+    Attributes:
+        obs: Observation after the last executed step; the true final one when the episode ended.
+        rewards: ``[n]`` one reward per executed step.
+        terminated: The task ended the episode: nothing follows.
+        truncated: The horizon ended the episode: bootstrap from `obs`.
+        info: ``info`` of the last executed step.
+    """
+
+    obs: Observation
+    rewards: list[float]
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+    @property
+    def reward(self) -> float:
+        """Undiscounted sum of `rewards`."""
+        return sum(self.rewards)
+
+    @property
+    def num_steps(self) -> int:
+        """Simulator steps that ran."""
+        return len(self.rewards)
+
+
+@dataclass(slots=True)
+class BatchOut:
+    """What one batch of generation returned, as numpy; rows of it are views.
+
+    Attributes:
+        action: ``[B, H, *action.shape]`` in the simulator's units.
+        log_prob: ``[B, H, A]`` float32, un-summed, of what was sampled (before clipping).
+        value: ``[B]`` float32.
+        aux: Leading dimension B: all that `Policy.evaluate` needs to score the same sample again.
+    """
+
+    action: Array
+    log_prob: Array
+    value: Array
+    aux: dict[str, Array]
+
+
+@dataclass(slots=True)
+class ActionOut:
+    """One row of a batch: the answer to one `act`.
+
+    Attributes:
+        action: ``[H, *action.shape]`` in the simulator's units.
+        version: Of the weights that chose it.
+    """
+
+    action: Array
+    version: int
+    batch: BatchOut = field(repr=False)
+    row: int = field(repr=False)
+
+    @property
+    def log_prob(self) -> Array:
+        """``[H, A]`` float32, un-summed."""
+        log_prob: Array = self.batch.log_prob[self.row]
+        return log_prob
+
+    @property
+    def value(self) -> float:
+        """The critic's estimate when acting."""
+        return float(self.batch.value[self.row])
+
+    @property
+    def aux(self) -> dict[str, Array]:
+        """What `Policy.evaluate` needs, for this row."""
+        return {name: rows[self.row] for name, rows in self.batch.aux.items()}
+
+
+@dataclass(slots=True)
+class Decision:
+    """One `act` and every simulator step until the next `act` or the end of the episode.
+
+    Attributes:
+        env: Index in its group.
+        episode: Of that environment, from 0.
+        index: Decisions of that environment before this one, over all episodes.
+        obs: What the policy saw.
+        out: What it answered.
+        rewards: ``[n]`` one per executed step, plus what the program added.
+        num_steps: Executed simulator steps.
+        intervened: The program replaced the action: kept in data, never trained on.
+    """
+
+    env: int
+    episode: int
+    index: int
+    obs: Observation
+    out: ActionOut
+    rewards: list[float]
+    num_steps: int = 0
+    terminated: bool = False
+    truncated: bool = False
+    intervened: bool = False
+
+    @property
+    def version(self) -> int:
+        """Of the weights that acted."""
+        return self.out.version
+
+
+Reason: TypeAlias = Literal["full", "end", "flushed", "starved", "split", "lost"]
+
+
+@dataclass(slots=True)
+class Segment:
+    """Consecutive decisions of one environment within one episode.
+
+    The observation that follows ``decisions[t]`` is ``decisions[t + 1].obs``, and `last_obs` for the last:
+    the true final observation where the episode was truncated there, never a reset one.
+
+    Attributes:
+        reason: Why it was cut here.
+    """
+
+    env: int
+    task: str
+    decisions: list[Decision]
+    last_obs: Observation
+    reason: Reason
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """Exactly B decisions, in segments.
+
+    Attributes:
+        version: Of the learner when the batch was taken; ``lag = version - decision.version``.
+    """
+
+    segments: list[Segment]
+    version: int
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All of them, segment by segment."""
+        return [decision for segment in self.segments for decision in segment.decisions]
+
+    @property
+    def lags(self) -> NDArray[np.int64]:
+        """``[B]`` versions behind, per decision."""
+        return np.array([self.version - d.version for d in self.decisions], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One finished episode.
+
+    Attributes:
+        env: Index of the environment that ran it.
+        episode: Its number there; in an evaluation, the position in the seed list.
+        seed: What the simulator was reset with.
+        total_reward: Undiscounted sum of the simulator's rewards.
+        num_steps: Simulator steps.
+        num_decisions: Decisions.
+        success: Whether ``info`` reported success at any step; None if it never said.
+        duration_s: Loop time from reset to end.
+        version: Of the weights that made its last decision.
+    """
+
+    env: int
+    episode: int
+    seed: int
+    total_reward: float
+    num_steps: int
+    num_decisions: int
+    success: bool | None
+    duration_s: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """One update of the learner, and what the runtime did meanwhile.
+
+    Attributes:
+        update: Number of this update, from 1; equals the version it published.
+        num_decisions: Trained in this update.
+        env_steps: Simulator steps recorded since the run began.
+        elapsed_s: Loop time since the trainer started.
+        rollout_s: Of this update: waiting for the batch.
+        update_s: Of this update: in the learner.
+        lag_mean: Versions, over the batch.
+        lag_max: Versions, over the batch.
+        metrics: What the learner measured (losses, ratios, gradients).
+        episodes: Finished since the last report.
+        dropped: Decisions dropped since the run began, by reason.
+    """
+
+    update: int
+    num_decisions: int
+    env_steps: int
+    elapsed_s: float
+    rollout_s: float
+    update_s: float
+    lag_mean: float
+    lag_max: int
+    metrics: Mapping[str, float]
+    episodes: tuple[Episode, ...]
+    dropped: Mapping[str, int]
+
+    @property
+    def mean_return(self) -> float:
+        """Over `episodes`; NaN when none ended."""
+        returns = [episode.total_reward for episode in self.episodes]
+        return sum(returns) / len(returns) if returns else float("nan")
+
+    @property
+    def success_rate(self) -> float:
+        """Over those of `episodes` that report success; NaN when none does."""
+        known = [episode.success for episode in self.episodes if episode.success is not None]
+        return sum(known) / len(known) if known else float("nan")
