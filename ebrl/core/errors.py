@@ -12,7 +12,6 @@
     │   └── HostDied                       the process of a simulator is gone
     ├── PolicyError (also RuntimeError)    a policy returned what cannot be executed
     ├── PoolError (also RuntimeError)      more units asked or returned than a pool has
-    ├── LaneLost (also RuntimeError)       a lane whose running call outlived its deadline
     ├── Closed (also RuntimeError)         a call on a service that has ended
     └── Deadlock (also RuntimeError)       virtual time: everybody waits and nothing is scheduled
 """
@@ -58,10 +57,6 @@ class PolicyError(EbrlError, RuntimeError):
 
 class PoolError(EbrlError, RuntimeError):
     """More units were asked of a pool, or given back to it, than it has."""
-
-
-class LaneLost(EbrlError, RuntimeError):
-    """A lane was given up because its running call outlived its deadline."""
 
 
 class Closed(EbrlError, RuntimeError):

@@ -1,0 +1,227 @@
+"""`Admission`: who may start a decision, and the ledger that says where every started one went.
+
+The ledger holds, always::
+
+    started = trained + dropped.total() + buffered + parked + in_flight
+
+``in_flight``: started, its outcome not known yet. ``parked``: finished, in an open segment. ``buffered``: in a segment
+handed to the consumer. A decision may start when ``started + 1 <= trained + dropped.total() + (max_lag + 1) * B``.
+
+That count bounds memory and the mean lag. Alone it neither bounds the lag (order, flush and mask do, see
+`ebrl.train.assemble`) nor excludes a standstill: with all credit in open segments nobody could go on. Hence the
+starvation rule: when the consumer is hungry, somebody waits for credit, and what is parked would complete a batch,
+the group is told to flush its open segments. (Waiting until nothing is in flight, as a first design had it, is the
+same rule with a delay: one straggler would hold up everybody.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ebrl.core.errors import ConfigError
+
+Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where all started decisions are; see the module."""
+
+    started: int
+    trained: int
+    dropped: Mapping[str, int]
+    buffered: int
+    parked: int
+    in_flight: int
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every started decision is accounted for."""
+        ended = self.trained + sum(self.dropped.values())
+        return self.started == ended + self.buffered + self.parked + self.in_flight
+
+
+class Admission:
+    """The credit of one group of environments. Closed until a consumer opens it. Used on the loop only."""
+
+    def __init__(self, num_envs: int) -> None:
+        self._num_envs = num_envs
+        self._held = [0] * num_envs  # per environment: started, and neither trained nor dropped yet
+        self._quota: int | None = None
+        self._limit = 0
+        self._batch_size = 0
+        self._max_lag = 0
+        self._on_starved: Callable[[], None] | None = None
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._hungry = False
+        self._started = 0
+        self._ended = 0  # trained + dropped
+        self._trained = 0
+        self._dropped: Counter[str] = Counter()
+        self._buffered = 0
+        self._parked = 0
+        self._in_flight = 0
+
+    def open(
+        self, batch_size: int, max_lag: int, *, per_env: bool = False, on_starved: Callable[[], None] | None = None
+    ) -> None:
+        """Give credit.
+
+        Args:
+            batch_size: B, decisions that the consumer takes at once.
+            max_lag: Versions that a decision may be behind when it is trained.
+            per_env: Every environment gets exactly B / N decisions per version, by a counter of its own, so that who
+                is fast has no influence on the data (deterministic mode).
+            on_starved: Called when open segments must be flushed for the consumer to go on.
+
+        Raises:
+            ConfigError: B is not positive, `max_lag` negative, or B no multiple of N where it must be.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        if max_lag < 0:
+            raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
+        if per_env and batch_size % self._num_envs:
+            raise ConfigError(
+                f"deterministic mode shares a batch equally: batch_size {batch_size} is no multiple of "
+                f"{self._num_envs} environments"
+            )
+        self._batch_size = batch_size
+        self._max_lag = max_lag
+        self._quota = batch_size // self._num_envs if per_env else None
+        self._on_starved = on_starved
+        self._limit = (max_lag + 1) * batch_size
+        self._pump()
+
+    def close(self) -> None:
+        """Give no more credit."""
+        self._limit = 0
+
+    # Who starts a decision.
+
+    def try_start(self, env: int) -> bool:
+        """Take a credit for environment `env` if there is one and nobody waits for it."""
+        if self._waiters and self._quota is None:
+            return False
+        if not self._may(env):
+            return False
+        self._start(env)
+        return True
+
+    async def start(self, env: int) -> None:
+        """Wait for a credit, first come first served. Cancellation gives it back."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((env, future))
+        self._look()
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.undo(env)
+            raise
+
+    def undo(self, env: int) -> None:
+        """Take back a start that came to nothing: no policy was asked."""
+        self._started -= 1
+        self._in_flight -= 1
+        self._held[env] -= 1
+        self._pump()
+
+    # Where decisions go.
+
+    def park(self) -> None:
+        """One decision in flight is finished, and lies in an open segment."""
+        self._in_flight -= 1
+        self._parked += 1
+        if self._waiters:
+            self._look()
+
+    def emit(self, num: int) -> None:
+        """`num` parked decisions were handed to the consumer."""
+        self._parked -= num
+        self._buffered += num
+
+    def drop(self, env: int, reason: Drop, place: Literal["in_flight", "parked", "buffered"], num: int = 1) -> None:
+        """`num` decisions of `env` end here without being trained."""
+        if place == "in_flight":
+            self._in_flight -= num
+        elif place == "parked":
+            self._parked -= num
+        else:
+            self._buffered -= num
+        self._dropped[reason] += num
+        self._ended += num
+        self._held[env] -= num
+        self._pump()
+
+    def train(self, envs: Sequence[int]) -> None:
+        """Buffered decisions, one of each environment in `envs`, were trained, and the new version is published."""
+        self._buffered -= len(envs)
+        self._trained += len(envs)
+        self._ended += len(envs)
+        for env in envs:
+            self._held[env] -= 1
+        self._pump()
+
+    # The consumer.
+
+    @property
+    def hungry(self) -> bool:
+        """Whether the consumer waits for a batch; set by the consumer."""
+        return self._hungry
+
+    @hungry.setter
+    def hungry(self, value: bool) -> None:
+        self._hungry = value
+        if value and self._waiters:
+            self._look()
+
+    @property
+    def num_waiting(self) -> int:
+        """Environments that wait for credit."""
+        return len(self._waiters)
+
+    def ledger(self) -> Ledger:
+        """Where all started decisions are."""
+        return Ledger(
+            self._started, self._trained, dict(self._dropped), self._buffered, self._parked, self._in_flight
+        )
+
+    def _may(self, env: int) -> bool:
+        if self._quota is not None:
+            return self._held[env] < (self._max_lag + 1) * self._quota and self._limit > 0
+        return self._started - self._ended < self._limit
+
+    def _start(self, env: int) -> None:
+        self._started += 1
+        self._in_flight += 1
+        self._held[env] += 1
+
+    def _pump(self) -> None:
+        if not self._waiters:
+            return
+        rest: deque[tuple[int, asyncio.Future[None]]] = deque()
+        while self._waiters:
+            env, future = self._waiters.popleft()
+            if future.done():
+                continue
+            if self._may(env):
+                self._start(env)
+                future.set_result(None)
+            else:
+                rest.append((env, future))
+                if self._quota is None:
+                    break
+        rest.extend(self._waiters)
+        self._waiters = rest
+        if rest:
+            self._look()
+
+    def _look(self) -> None:
+        if self._hungry and self._on_starved is not None and self._parked:
+            if self._buffered + self._parked >= self._batch_size:
+                self._on_starved()

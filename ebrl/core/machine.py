@@ -1,0 +1,59 @@
+"""`LocalMachine`: this computer's CPU cores, as thread lanes.
+
+A CUDA backend makes stream lanes behind the same `ebrl.core.protocols.Machine`; `ebrl.core.virtual` models one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from ebrl.core.errors import ConfigError
+from ebrl.core.lanes import Completions, ThreadLane
+from ebrl.core.pools import Pool
+from ebrl.core.protocols import Lane
+
+
+class LocalMachine:
+    """The computer we run on. Lanes belong to the loop that first asks for one."""
+
+    real = True
+
+    def __init__(self, num_cores: int | None = None) -> None:
+        """Describe the machine.
+
+        Args:
+            num_cores: Simulator calls that may run at once; default: the cores this process may use.
+
+        Raises:
+            ConfigError: `num_cores` is below 1.
+        """
+        if num_cores is not None and num_cores < 1:
+            raise ConfigError(f"num_cores must be at least 1, got {num_cores}")
+        self.num_cores = num_cores or available_cores()
+        self._completions: Completions | None = None
+        self._lanes: list[ThreadLane] = []
+
+    def lane(self, kind: str, name: str, pool: Pool | None = None) -> ThreadLane:
+        """Start a thread; see `ebrl.core.protocols.Machine.lane`. `kind` makes no difference here."""
+        if self._completions is None:
+            self._completions = Completions(asyncio.get_running_loop())
+        lane = ThreadLane(self._completions, name, pool)
+        self._lanes.append(lane)
+        return lane
+
+    async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
+        """End lanes behind their running calls, all under one deadline; return the names of those given up."""
+        chosen = [lane for lane in self._lanes if lanes is None or lane in lanes]
+        self._lanes = [lane for lane in self._lanes if lane not in chosen]
+        ended = await asyncio.gather(*(lane.aclose(deadline_s) for lane in chosen))
+        return [lane.name for lane, ok in zip(chosen, ended, strict=True) if not ok]
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this operating system
+        return os.cpu_count() or 1

@@ -1,0 +1,52 @@
+"""`Scope`: structured concurrency for everything that EBRL runs; no other module creates tasks.
+
+A scope is an `asyncio.TaskGroup` whose owner's exit ends its children. TaskGroup alone waits for them instead, and
+`TaskGroup.cancel` does not exist before Python 3.15.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+class Scope:
+    """Named tasks that end when their owner leaves the ``async with`` block.
+
+    The first task that raises cancels the others and the owner; the block then raises an `ExceptionGroup`.
+    """
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    def start(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run `coro` as a child.
+
+        Args:
+            coro: What to run.
+            name: Shown in traces, logs and deadlock tables.
+        """
+        task = self._group.create_task(coro, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel all children; they are awaited when the block is left."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        self.cancel()
+        return await self._group.__aexit__(kind, error, traceback)
