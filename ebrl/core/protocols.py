@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ebrl.core.records import Observation, TrainBatch
+from ebrl.core.records import ActionOut, Episode, Observation, Segment, TrainBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ebrl.core.admission import Admission
+    from ebrl.core.rng import NoiseStream
     from ebrl.core.runtime import Runtime
+    from ebrl.core.weights import WeightStore
 
 T = TypeVar("T")
 
@@ -92,6 +95,67 @@ class Service(Protocol):
 
     async def aclose(self, deadline_s: float) -> None:
         """Give everything back. Called once, after `serve` was cancelled."""
+
+
+class Request(Protocol):
+    """One question to an actor. Made by the asking stage; the methods are called on the loop, by the actor."""
+
+    obs: Observation
+    noise: NoiseStream
+
+    def cancelled(self) -> bool:
+        """Nobody waits for the answer any more."""
+
+    def deliver(self, out: ActionOut) -> None:
+        """The answer."""
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no answer."""
+
+    def where(self) -> str:
+        """Who asks, for messages."""
+
+
+class Actor(Protocol):
+    """Answers requests in batches; `ebrl.Generator` is one."""
+
+    @property
+    def weights(self) -> WeightStore[Any]:
+        """What it acts with; the trainer publishes into it."""
+
+    def request(self, request: Request) -> None:
+        """Take a request; called on the loop, returns at once."""
+
+
+class Experience(Protocol):
+    """What a trainer consumes; `ebrl.EnvGroup` is one. All methods are called on the loop."""
+
+    @property
+    def admission(self) -> Admission:
+        """Its ledger."""
+
+    @property
+    def actor(self) -> Actor:
+        """Who decides in it."""
+
+    @property
+    def env_steps(self) -> int:
+        """Simulator steps since it started."""
+
+    def open_training(self, batch_size: int, max_lag: int) -> None:
+        """Begin to produce segments; called once, when the consumer opens."""
+
+    def take_segments(self) -> list[Segment]:
+        """All segments that are ready, in order of arrival."""
+
+    async def wait_segments(self) -> None:
+        """Return when there is a segment to take."""
+
+    def flush(self, version: int, max_lag: int) -> None:
+        """Cut every open segment that would exceed the lag bound by waiting for the next version."""
+
+    def take_episodes(self) -> list[Episode]:
+        """Episodes that ended since the last call."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import zlib
+
 import numpy as np
+from numpy.typing import NDArray
 
 
 class Domain(IntEnum):
@@ -37,3 +40,33 @@ def episode_seed(seed: int, env: int, episode: int) -> int:
     """Return the seed (below 2**31) with which episode `episode` of environment `env` is reset."""
     state = np.random.SeedSequence(seed, spawn_key=(int(Domain.ENV), env, episode)).generate_state(1)
     return int(state[0] >> 1)
+
+
+def name_key(name: str) -> int:
+    """Return a key for a named service, so that two groups of environments have different streams."""
+    return zlib.crc32(name.encode())
+
+
+class NoiseStream:
+    """Standard normal noise of one environment: its k-th decision sees the same numbers whenever it is made.
+
+    Drawn in blocks, since one call of numpy costs more than the numbers.
+    """
+
+    __slots__ = ("_block", "_next", "_rng")
+
+    BLOCK = 64
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._block: NDArray[np.float32] = np.empty((0, 0), np.float32)
+        self._next = 0
+
+    def draw(self, size: int) -> NDArray[np.float32]:
+        """Return the next ``[size]`` float32 numbers; `size` is the same for all decisions of one policy."""
+        if self._next >= len(self._block) or self._block.shape[1] != size:
+            self._block = self._rng.standard_normal((self.BLOCK, size), np.float32)
+            self._next = 0
+        row = self._block[self._next]
+        self._next += 1
+        return row

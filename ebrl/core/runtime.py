@@ -11,6 +11,7 @@ import gc
 import logging
 import sys
 from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -18,7 +19,7 @@ from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.pools import Pool, ResourceManager
 from ebrl.core.protocols import Machine, Service
-from ebrl.core.scope import Scope
+from ebrl.core.scope import Scope, finish
 from ebrl.core.trace import Trace
 
 S = TypeVar("S", bound=Service)
@@ -71,18 +72,17 @@ class Runtime:
         self.resources = ResourceManager([Pool("cores", self.machine.num_cores)])
         self._grace_s = grace_s
         self._scope = Scope()
+        self._exit = AsyncExitStack()
         self._services: dict[str, tuple[Service, asyncio.Task[None]]] = {}
         self._state = "new"
         self._frozen = False
-        self._restore: tuple[float, tuple[int, int, int]] = (0.0, (0, 0, 0))
 
     async def __aenter__(self) -> Self:
         if self._state != "new":
             raise Closed("a Runtime is entered once: make another one")
-        await self._scope.__aenter__()
-        self._restore = (sys.getswitchinterval(), gc.get_threshold())
-        sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._restore[0]))
-        gc.set_threshold(max(YOUNG_THRESHOLD, self._restore[1][0]), *self._restore[1][1:])
+        await self._exit.enter_async_context(self._scope)
+        self._tune_interpreter()
+        self._exit.push_async_callback(self._close)
         self._state = "open"
         return self
 
@@ -137,17 +137,20 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         self._state = "closed"
-        try:
-            await self._close()
-        finally:
-            sys.setswitchinterval(self._restore[0])
-            gc.set_threshold(*self._restore[1])
-            if self._frozen:
-                gc.unfreeze()
-            result = await self._scope.__aexit__(kind, error, traceback)
-        return result
+        return await self._exit.__aexit__(kind, error, traceback)
+
+    def _tune_interpreter(self) -> None:
+        interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+        self._exit.callback(sys.setswitchinterval, interval)
+        self._exit.callback(gc.set_threshold, *thresholds)
+        self._exit.callback(gc.unfreeze)
+        sys.setswitchinterval(min(SWITCH_INTERVAL_S, interval))
+        gc.set_threshold(max(YOUNG_THRESHOLD, thresholds[0]), *thresholds[1:])
 
     async def _close(self) -> None:
+        await finish(self._end_all(), "ebrl-close")
+
+    async def _end_all(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_s
         for service, task in reversed(self._services.values()):

@@ -14,6 +14,26 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 
+async def finish(coro: Coroutine[Any, Any, T], name: str) -> T:
+    """Run `coro` to its end whatever cancellations arrive meanwhile, then raise the first of them.
+
+    For the end of things only: what it runs must have a deadline of its own.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled meanwhile; `coro` has ended all the same.
+    """
+    task = asyncio.get_running_loop().create_task(coro, name=name)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = cancelled or error
+    if cancelled is not None and not task.cancelled() and task.exception() is None:
+        raise cancelled
+    return task.result()
+
+
 class Scope:
     """Named tasks that end when their owner leaves the ``async with`` block.
 

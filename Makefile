@@ -1,0 +1,46 @@
+# `make demo` and `make test` do all the set-up on a fresh machine.
+
+PYTHON ?= python3
+EXTRAS ?= dev,metaworld
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO_ARGS ?= --env Meta-World/MT1 --env-kwargs env_name reach-v3 --horizon 150 --action-repeat 2 --target-success 0.95
+PYTEST_ARGS ?=
+
+.PHONY: help venv test lint types unit format demo clean
+
+help:
+	@echo "make demo    install, then train a robot policy on Meta-World reach-v3"
+	@echo "make test    install, then lint, types and tests"
+	@echo "make lint | types | unit | format    one of them"
+
+venv: $(STAMP)
+
+# A new environment is complete only once the stamp exists: a broken installation is repeated.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+test: lint types unit
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/mypy
+
+unit: venv
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: venv
+	$(BIN)/ebrl train $(DEMO_ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

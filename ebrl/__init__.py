@@ -1,0 +1,111 @@
+"""EBRL: asynchronous reinforcement learning of robot policies, in one process.
+
+Names are resolved when first used (PEP 562), so that ``import ebrl`` costs nothing and its parts can be used without
+the packages that only others need.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ebrl.core.errors import Deadlock, EbrlError
+    from ebrl.core.protocols import Policy, PolicyOut
+    from ebrl.core.records import ActionOut, EnvSpec, UpdateReport
+    from ebrl.core.run import run
+    from ebrl.core.runtime import Runtime
+    from ebrl.core.trace import Trace
+    from ebrl.core.virtual import VirtualMachine, run_virtual
+    from ebrl.gen.batcher import Batcher
+    from ebrl.gen.check import check_policy
+    from ebrl.gen.generator import Generator
+    from ebrl.gen.policies.base import TorchPolicy
+    from ebrl.gen.policies.categorical import CategoricalPolicy
+    from ebrl.gen.policies.gaussian import GaussianPolicy
+    from ebrl.gen.service import BatchService
+    from ebrl.sim.check import check_env
+    from ebrl.sim.context import EnvContext
+    from ebrl.sim.group import EnvGroup
+    from ebrl.sim.programs import rollout
+    from ebrl.sim.spec import env_spec
+    from ebrl.train.evaluate import evaluate
+    from ebrl.train.ppo import PPO, PPOConfig
+    from ebrl.train.trainer import Trainer
+
+_HOMES = {
+    "ActionOut": "core.records",
+    "BatchService": "gen.service",
+    "Batcher": "gen.batcher",
+    "CategoricalPolicy": "gen.policies.categorical",
+    "Deadlock": "core.errors",
+    "EbrlError": "core.errors",
+    "EnvContext": "sim.context",
+    "EnvGroup": "sim.group",
+    "EnvSpec": "core.records",
+    "GaussianPolicy": "gen.policies.gaussian",
+    "Generator": "gen.generator",
+    "PPO": "train.ppo",
+    "PPOConfig": "train.ppo",
+    "Policy": "core.protocols",
+    "PolicyOut": "core.protocols",
+    "Runtime": "core.runtime",
+    "TorchPolicy": "gen.policies.base",
+    "Trace": "core.trace",
+    "Trainer": "train.trainer",
+    "UpdateReport": "core.records",
+    "VirtualMachine": "core.virtual",
+    "check_env": "sim.check",
+    "check_policy": "gen.check",
+    "env_spec": "sim.spec",
+    "evaluate": "train.evaluate",
+    "rollout": "sim.programs",
+    "run": "core.run",
+    "run_virtual": "core.virtual",
+}
+
+__all__ = [
+    "ActionOut",
+    "BatchService",
+    "Batcher",
+    "CategoricalPolicy",
+    "Deadlock",
+    "EbrlError",
+    "EnvContext",
+    "EnvGroup",
+    "EnvSpec",
+    "GaussianPolicy",
+    "Generator",
+    "PPO",
+    "PPOConfig",
+    "Policy",
+    "PolicyOut",
+    "Runtime",
+    "TorchPolicy",
+    "Trace",
+    "Trainer",
+    "UpdateReport",
+    "VirtualMachine",
+    "check_env",
+    "check_policy",
+    "env_spec",
+    "evaluate",
+    "rollout",
+    "run",
+    "run_virtual",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ebrl' has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(f"ebrl.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

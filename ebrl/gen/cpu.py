@@ -1,0 +1,89 @@
+"""The CPU backend of generation: what runs on a lane, and what comes back.
+
+Rows are checked here, once per batch: an action that is not a number fails the request that would have executed it,
+and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ebrl.core.errors import PolicyError
+from ebrl.core.protocols import Request
+from ebrl.core.records import ActionOut, BatchOut
+
+
+def copy_weights(source: torch.nn.Module, buffer: torch.nn.Module) -> None:
+    """Copy parameters and buffers of one module into another of the same form."""
+    with torch.no_grad():
+        for kind in ("parameters", "buffers"):
+            theirs, ours = list(getattr(source, kind)()), list(getattr(buffer, kind)())
+            if ours:
+                torch._foreach_copy_(ours, theirs)
+
+
+def infer(
+    policy: Any, requests: Sequence[Request], version: int, deterministic: bool, pad_to: int | None
+) -> list[ActionOut | PolicyError]:
+    """Answer a batch of requests; runs on a generation lane.
+
+    A failure of a batch is looked for row by row, so that the environment at fault is named and the others go on.
+
+    Args:
+        policy: An `ebrl.core.protocols.Policy`.
+        requests: B of them.
+        version: Of the weights in `policy`.
+        deterministic: Take the mode.
+        pad_to: Run the network on exactly so many rows, since results may depend on the number of rows in the last bit.
+    """
+    noise = np.zeros((len(requests), policy.noise_dim), np.float32)
+    if not deterministic:
+        for row, request in zip(noise, requests, strict=True):
+            row[:] = request.noise.draw(policy.noise_dim)
+    try:
+        return _infer(policy, requests, noise, version, deterministic, pad_to)
+    except (PolicyError, ValueError, TypeError, RuntimeError, LookupError) as error:
+        if len(requests) == 1:
+            return [_blame(requests[0], error)]
+    answers: list[ActionOut | PolicyError] = []
+    for i, request in enumerate(requests):
+        try:
+            answers += _infer(policy, [request], noise[i : i + 1], version, deterministic, pad_to)
+        except (PolicyError, ValueError, TypeError, RuntimeError, LookupError) as error:
+            answers.append(_blame(request, error))
+    return answers
+
+
+def _blame(request: Request, error: Exception) -> PolicyError:
+    blamed = PolicyError(f"the policy failed for {request.where()}: {error}")
+    blamed.__cause__ = error
+    return blamed
+
+
+def _infer(
+    policy: Any, requests: Sequence[Request], noise: np.ndarray, version: int, deterministic: bool, pad_to: int | None
+) -> list[ActionOut | PolicyError]:
+    num = len(requests)
+    observations = [request.obs for request in requests]
+    if pad_to is not None and num < pad_to:
+        observations += [observations[-1]] * (pad_to - num)
+        noise = np.concatenate([noise, np.zeros((pad_to - num, noise.shape[1]), np.float32)])
+    with torch.inference_mode():
+        out = policy.act(policy.collate(observations), torch.from_numpy(noise), deterministic)
+        batch = BatchOut(
+            out.action.numpy(),
+            out.log_prob.float().numpy(),
+            out.value.float().numpy(),
+            {name: rows.numpy() for name, rows in out.aux.items()},
+        )
+    action = batch.action
+    answers: list[ActionOut | PolicyError] = [ActionOut(action[i], version, batch, i) for i in range(num)]
+    if action.dtype.kind == "f" and not np.isfinite(action[:num]).all():
+        for i in range(num):
+            if not np.isfinite(action[i]).all():
+                answers[i] = PolicyError(f"the policy chose an action that is not finite for {requests[i].where()}")
+    return answers

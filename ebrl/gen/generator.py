@@ -1,0 +1,173 @@
+"""`Generator`: batched policy inference; requests in, actions out, from versioned copies of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ebrl.core.errors import Closed, ConfigError, PolicyError
+from ebrl.core.protocols import Lane, Policy, Request
+from ebrl.core.records import ActionOut
+from ebrl.core.runtime import Runtime
+from ebrl.core.trace import Trace
+from ebrl.core.weights import WeightLease, WeightStore
+from ebrl.gen.batcher import Batcher
+from ebrl.gen.cpu import copy_weights, infer
+from ebrl.gen.queue import BatchQueue
+
+PAD_TO = (
+    32  # rows; of a deterministic run: zero-padded batches of 32 give every row the same bits, whatever their number
+)
+
+
+class Generator:
+    """Acts for whoever asks; a service, and the `ebrl.core.protocols.Actor` of environment groups.
+
+    Consumes requests; waits for its batcher's rule and a free lane; is woken by any `act` and by finished batches.
+    It never uses the learner's module: a `WeightStore` holds two copies.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        batcher: Batcher | None = None,
+        lanes: int = 1,
+        threads: int = 1,
+        deterministic: bool = False,
+        name: str = "gen",
+    ) -> None:
+        """Describe a generator.
+
+        Args:
+            policy: A ``torch.nn.Module`` with the methods of `Policy`; copied when the service starts.
+            batcher: When to launch; default: as soon as a lane is free.
+            lanes: Batches that run at once.
+            threads: Of torch, within a lane.
+            deterministic: Take the mode of the policy, as in an evaluation.
+            name: Of the service.
+
+        Raises:
+            ConfigError: `lanes` or `threads` is below 1.
+        """
+        for label, value in (("lanes", lanes), ("threads", threads)):
+            if value < 1:
+                raise ConfigError(f"Generator.{label} must be at least 1, got {value}")
+        self.name = name
+        self._policy = policy
+        self._batcher = batcher or Batcher()
+        self._num_lanes = lanes
+        self._threads = threads
+        self._deterministic = deterministic
+        self._pad_to: int | None = None
+        self._lanes: list[Lane] = []
+        self._queue: BatchQueue[Request] | None = None
+        self._weights: WeightStore[Any] | None = None
+        self._trace: Trace | None = None
+        self._runtime: Runtime | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self, runtime: Runtime) -> None:
+        """Take lanes and copy the policy; called by `Runtime.start`."""
+        self._runtime = runtime
+        self._trace = runtime.trace
+        self._loop = asyncio.get_running_loop()
+        if runtime.deterministic:
+            self._pad_to = PAD_TO
+            self._batcher = replace(self._batcher, threshold=min(self._batcher.threshold, PAD_TO), max_size=PAD_TO)
+        self._weights = WeightStore(copy.deepcopy(self._policy), copy.deepcopy(self._policy), copy_weights)
+        self._lanes = [runtime.machine.lane("gen", f"{self.name}-{i}") for i in range(self._num_lanes)]
+        self._queue = BatchQueue(self._batcher, self._num_lanes, self._launch)
+        if runtime.machine.real:
+            for lane in self._lanes:
+                lane.run(torch.set_num_threads, self._threads, n=0)
+
+    async def serve(self) -> None:
+        """Nothing to do of its own accord: requests and finished batches drive it."""
+        await asyncio.get_running_loop().create_future()
+
+    @property
+    def weights(self) -> WeightStore[Any]:
+        """What it acts with.
+
+        Raises:
+            Closed: It was not started.
+        """
+        if self._weights is None:
+            raise Closed(f"{self.name} was not started: call rt.start(generator) first")
+        return self._weights
+
+    def request(self, request: Request) -> None:
+        """Take a request; its `deliver` or `fail` is called later.
+
+        Raises:
+            Closed: The generator was not started, or has ended.
+        """
+        if self._queue is None:
+            raise Closed(f"{self.name} is not running: start it with rt.start(generator) before its environments")
+        self._queue.put(request)
+
+    def statistics(self) -> Mapping[str, float]:
+        """Batches, requests, mean size, queue and lane time."""
+        if self._queue is None:
+            return {}
+        batches, requests = self._queue.num_batches, self._queue.num_requests
+        return {
+            "batches": batches,
+            "requests": requests,
+            "batch_mean": requests / batches if batches else 0.0,
+            "waiting": len(self._queue),
+            "busy_s": sum(lane.busy_s for lane in self._lanes),
+            "version": self.weights.version,
+        }
+
+    async def aclose(self, deadline_s: float) -> None:
+        """Refuse what waits and end the lanes behind the batches that run."""
+        if self._queue is not None:
+            for request in self._queue.close():
+                request.fail(Closed(f"{self.name} has ended"))
+            self._queue = None
+        if self._runtime is not None:
+            await self._runtime.machine.aclose(self._lanes, deadline_s=deadline_s)
+
+    def _launch(self, requests: list[Request], number: int) -> None:
+        lease = self.weights.lease()
+        future = self._lanes[number].run(
+            infer, lease.weights, requests, lease.version, self._deterministic, self._pad_to, n=len(requests)
+        )
+        assert self._loop is not None
+        began_s = self._loop.time()
+        future.add_done_callback(lambda done: self._landed(done, requests, number, lease, began_s))
+
+    def _landed(
+        self,
+        future: asyncio.Future[list[ActionOut | PolicyError]],
+        requests: list[Request],
+        number: int,
+        lease: WeightLease[Any],
+        began_s: float,
+    ) -> None:
+        lease.release()
+        if self._queue is not None:
+            self._queue.release(number)
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            for request in requests:
+                request.fail(error)
+            return
+        for request, answer in zip(requests, future.result(), strict=True):
+            if type(answer) is ActionOut:
+                request.deliver(answer)
+            else:
+                assert isinstance(answer, PolicyError)
+                request.fail(answer)
+        if self._trace is not None and self._loop is not None:
+            now_s = self._loop.time()
+            self._trace.span(self._lanes[number].name, "batch", began_s, now_s, n=len(requests), version=lease.version)

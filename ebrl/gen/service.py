@@ -1,0 +1,122 @@
+"""`BatchService`: any batched function (a reward model, a value model, a planner) as something a program awaits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from ebrl.core.errors import Closed, PolicyError
+from ebrl.core.protocols import Lane
+from ebrl.core.runtime import Runtime
+from ebrl.gen.batcher import Batcher
+from ebrl.gen.queue import BatchQueue
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class _Item(Generic[In, Out]):
+    __slots__ = ("future", "value")
+
+    def __init__(self, value: In, future: asyncio.Future[Out]) -> None:
+        self.value = value
+        self.future = future
+
+    def cancelled(self) -> bool:
+        return self.future.done()
+
+
+class BatchService(Generic[In, Out]):
+    """A function of many items, called item by item; a service.
+
+    Example::
+
+        score = rt.start(ebrl.BatchService(reward_model.score))   # list of observations -> list of floats
+        ...
+        env.reward(await score(obs))                              # in a program; batched with whoever else asks
+    """
+
+    def __init__(
+        self, fn: Callable[[Sequence[In]], Sequence[Out]], *, batcher: Batcher | None = None, name: str = "service"
+    ) -> None:
+        """Describe a service.
+
+        Args:
+            fn: Blocking function of a batch, called on a lane of its own; returns one result per item, in order.
+            batcher: When to launch; default: as soon as the lane is free.
+            name: Of the service.
+        """
+        self.name = name
+        self._fn = fn
+        self._batcher = batcher or Batcher()
+        self._lane: Lane | None = None
+        self._queue: BatchQueue[_Item[In, Out]] | None = None
+        self._runtime: Runtime | None = None
+
+    def open(self, runtime: Runtime) -> None:
+        """Take a lane; called by `Runtime.start`."""
+        self._runtime = runtime
+        self._lane = runtime.machine.lane("gen", f"{self.name}-0")
+        self._queue = BatchQueue(self._batcher, 1, self._launch)
+
+    async def serve(self) -> None:
+        """Nothing to do of its own accord."""
+        await asyncio.get_running_loop().create_future()
+
+    async def __call__(self, item: In) -> Out:
+        """Return the function's result for `item`.
+
+        Raises:
+            Closed: The service is not running.
+            PolicyError: The function returned a wrong number of results.
+        """
+        if self._queue is None:
+            raise Closed(f"{self.name} is not running: start it with rt.start()")
+        future: asyncio.Future[Out] = asyncio.get_running_loop().create_future()
+        self._queue.put(_Item(item, future))
+        return await future
+
+    def statistics(self) -> Mapping[str, float]:
+        """Batches, requests and lane time."""
+        if self._queue is None or self._lane is None:
+            return {}
+        return {
+            "batches": self._queue.num_batches,
+            "requests": self._queue.num_requests,
+            "busy_s": self._lane.busy_s,
+        }
+
+    async def aclose(self, deadline_s: float) -> None:
+        """Refuse what waits and end the lane."""
+        if self._queue is not None:
+            for item in self._queue.close():
+                if not item.future.done():
+                    item.future.set_exception(Closed(f"{self.name} has ended"))
+            self._queue = None
+        if self._runtime is not None and self._lane is not None:
+            await self._runtime.machine.aclose([self._lane], deadline_s=deadline_s)
+
+    def _launch(self, items: list[_Item[In, Out]], number: int) -> None:
+        assert self._lane is not None
+        future = self._lane.run(self._fn, [item.value for item in items], n=len(items))
+        future.add_done_callback(lambda done: self._landed(done, items, number))
+
+    def _landed(self, future: asyncio.Future[Sequence[Out]], items: list[_Item[In, Out]], number: int) -> None:
+        if self._queue is not None:
+            self._queue.release(number)
+        if future.cancelled():
+            return
+        error: BaseException | None = future.exception()
+        results: Sequence[Any] = ()
+        if error is None:
+            results = future.result()
+            if len(results) != len(items):
+                error = PolicyError(f"{self.name} returned {len(results)} results for {len(items)} items")
+        for i, item in enumerate(items):
+            if item.future.done():
+                continue
+            if error is not None:
+                item.future.set_exception(error)
+            else:
+                item.future.set_result(results[i])

@@ -1,0 +1,309 @@
+"""`EnvContext`: all that an environment program may do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import numpy as np
+
+from ebrl.core.errors import ProgramError
+from ebrl.core.protocols import Actor
+from ebrl.core.records import ActionOut, Array, Observation, StepResult
+from ebrl.core.rng import Domain, NoiseStream, name_key, stream
+from ebrl.sim.episodes import EpisodeMeter
+from ebrl.sim.recorder import Recorder
+from ebrl.sim.requests import ActRequest, ActStepRequest, OtherRequest
+
+if TYPE_CHECKING:
+    from ebrl.sim.group import EnvGroup
+    from ebrl.sim.hosts import Slot
+
+T = TypeVar("T")
+
+
+class EnvContext:
+    """One environment, as its program sees it. Made by `EnvGroup`.
+
+    Attributes:
+        index: Of this environment in its group.
+        task: What the policy is asked to do.
+        episode: Number of the running episode of this environment, from 0; -1 before the first.
+        done: Whether `reset` must come next: before the first episode, and after the end of each.
+        rng: A random stream of this environment, for the program's own use.
+    """
+
+    def __init__(self, group: EnvGroup, index: int, slot: Slot, recorder: Recorder) -> None:
+        key = (name_key(group.name), index)
+        self.index = index
+        self.task = recorder.task
+        self.episode = -1
+        self.done = True
+        self.rng: np.random.Generator = stream(group.seed, Domain.PROGRAM, *key)
+        self.slot = slot  # from here on for the group and for requests
+        self.recorder = recorder
+        self.num_calls = 0
+        self._key = key
+        self._group = group
+        self._actor = group.actor
+        self._admission = group.admission
+        self._loop = asyncio.get_running_loop()
+        self._noise = NoiseStream(stream(group.seed, Domain.NOISE, *key))
+        self._other_noise: dict[int, NoiseStream] = {}
+        self._meter = EpisodeMeter()
+        self._last_obs: Observation = {}
+        self._busy: str | None = None
+        self._needs_reset: str | None = "there was no reset yet"
+
+    @property
+    def episode_time(self) -> float:
+        """Loop time since the last reset returned, in seconds; virtual in tests."""
+        return self._loop.time() - self._meter.began_s
+
+    @property
+    def version(self) -> int:
+        """Of the weights with which the group's actor acts now."""
+        return self._actor.weights.version
+
+    def where(self) -> str:
+        """Return a line that names the place, for messages."""
+        return (
+            f"env {self.index} episode {self.episode} decision {self.recorder.num_decisions} "
+            f"seed {self._meter.seed} version {self.version} lane {self.slot.lane_name}"
+        )
+
+    async def reset(self) -> tuple[Observation, dict[str, Any]]:
+        """Begin the next episode. A running one is left: its last decision bootstraps from what was seen last.
+
+        Returns:
+            Observation and ``info``, as in gymnasium.
+
+        Raises:
+            ProgramError: Another call of this environment is running.
+        """
+        if self._busy is not None:
+            _refuse(self, "reset")
+        self._busy = "reset"
+        self.num_calls += 1
+        try:
+            self.finish_episode()
+            meter = self._meter
+            if meter.assigned is None:
+                meter.assigned = await self._group.plan.next(self.index, self.episode + 1)
+            future: asyncio.Future[tuple[Observation, dict[str, Any]]] = self._loop.create_future()
+            self.slot.reset(future, meter.assigned[1])
+            obs, info = await future
+        except asyncio.CancelledError:
+            self._needs_reset = "the last reset was cancelled"
+            raise
+        finally:
+            self._busy = None
+        self.done, self._needs_reset = False, None
+        self.episode += 1
+        meter.begin(self._loop.time(), self.recorder.num_decisions)
+        observe = self._group.observe
+        self._last_obs = obs if observe is None else observe(obs)
+        return self._last_obs, info
+
+    async def act(self, obs: Observation, actor: Actor | None = None) -> ActionOut:
+        """Ask a policy; batched with whoever else is ready.
+
+        Args:
+            obs: What it sees.
+            actor: Another one than the group's own: opens no decision and needs no credit.
+
+        Returns:
+            ``action`` is a chunk ``[H, *shape]``.
+
+        Raises:
+            ProgramError: Another call of this environment is running, or the episode has ended.
+        """
+        if actor is not None and actor is not self._actor:
+            return await _ask_other(self, obs, actor)
+        if self._busy is not None or self._needs_reset is not None:
+            _refuse(self, "act")
+        self._busy = "act"
+        self.num_calls += 1
+        started = answered = False
+        try:
+            if self.recorder.must_wait(obs):
+                await self._admission.start(self.index)
+            started = True
+            future: asyncio.Future[ActionOut] = self._loop.create_future()
+            self._actor.request(ActRequest(self, future, obs, self._noise))
+            out = await future
+            answered = True
+        finally:
+            self._busy = None
+            if started and not answered:
+                self.recorder.drop_current("cancelled")
+        return out
+
+    async def act_step(self, obs: Observation) -> StepResult:
+        """`act` and `step` in one request: the action goes to the simulator without waking the program.
+
+        Args:
+            obs: What the policy sees.
+
+        Returns:
+            As `step`.
+
+        Raises:
+            ProgramError: Another call of this environment is running, or the episode has ended.
+        """
+        if self._busy is not None or self._needs_reset is not None:
+            _refuse(self, "act_step")
+        self._busy = "act_step"
+        self.num_calls += 1
+        started = stepped = False
+        try:
+            if self.recorder.must_wait(obs):
+                await self._admission.start(self.index)
+            started = True
+            future: asyncio.Future[StepResult] = self._loop.create_future()
+            self._actor.request(ActStepRequest(self, future, obs, self._noise))
+            result = await future
+            stepped = True
+        finally:
+            self._busy = None
+            if started and not stepped:
+                self._lose()
+        return self._took(result)
+
+    async def step(self, action: Array) -> StepResult:
+        """Execute an action of the open decision, in any form the program gave it.
+
+        Args:
+            action: ``[H, *shape]``, a slice of it, or one action ``[*shape]``.
+
+        Returns:
+            What the simulator said; fewer steps than asked when the episode ended.
+
+        Raises:
+            ProgramError: There is no open decision, another call is running, or the episode has ended.
+        """
+        if self.recorder.current is None and self._busy is None and self._needs_reset is None:
+            raise ProgramError(
+                f"step() without an open decision ({self.where()}): call act() first, or use intervene(action) "
+                "for actions that are not the policy's"
+            )
+        return await self._step("step", action)
+
+    async def intervene(self, action: Array) -> StepResult:
+        """Execute an action that is not the policy's, in any form that `step` takes.
+
+        The open decision, if there is one, is marked: it stays in recorded data and is not trained on.
+        """
+        if self.recorder.current is not None:
+            self.recorder.current.intervened = True
+        return await self._step("intervene", action)
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the open decision; also right after the step that ended the episode.
+
+        Raises:
+            ProgramError: There is no open decision that has been executed, or `value` is not finite.
+        """
+        decision = self.recorder.current
+        if decision is None or not decision.rewards:
+            raise ProgramError(f"reward() without an executed decision ({self.where()}): call it after step()")
+        if not np.isfinite(value):
+            raise ProgramError(f"reward({value}) is not finite ({self.where()})")
+        decision.rewards[-1] += float(value)
+
+    async def call(self, fn: Callable[[Any], T]) -> T:
+        """Run ``fn(simulator)`` on the simulator's own lane; any blocking call is allowed there.
+
+        Args:
+            fn: Takes the ``gymnasium.Env``. A process host needs it (and what it returns) to be picklable.
+
+        Returns:
+            What `fn` returned.
+
+        Raises:
+            ProgramError: Another call of this environment is running.
+        """
+        if self._busy is not None:
+            _refuse(self, "call")
+        self._busy = "call"
+        self.num_calls += 1
+        try:
+            future: asyncio.Future[T] = self._loop.create_future()
+            self.slot.call(future, fn)
+            return await future
+        finally:
+            self._busy = None
+
+    def finish_episode(self) -> None:
+        """Close what is open. Called by the group when the program has returned."""
+        if not self.done:  # the program leaves an episode that could have gone on
+            self._end_episode("the program has left the episode")
+        self.recorder.end(self._last_obs)
+
+    async def _step(self, name: str, action: Array) -> StepResult:
+        if self._busy is not None or self._needs_reset is not None:
+            _refuse(self, name)
+        self._busy = name
+        self.num_calls += 1
+        stepped = False
+        try:
+            future: asyncio.Future[StepResult] = self._loop.create_future()
+            self.slot.step(future, action)
+            result = await future
+            stepped = True
+        finally:
+            self._busy = None
+            if not stepped:
+                self._lose()
+        return self._took(result)
+
+    def _took(self, result: StepResult) -> StepResult:
+        group, rewards = self._group, result.rewards
+        if group.observe is not None:
+            result.obs = group.observe(result.obs)
+        self._last_obs = result.obs
+        group.env_steps += len(rewards)
+        self._meter.add(result)
+        decision = self.recorder.current
+        if decision is not None:
+            decision.rewards += rewards
+            decision.num_steps += len(rewards)
+        if result.terminated or result.truncated:
+            if decision is not None:
+                decision.terminated, decision.truncated = result.terminated, result.truncated
+            self._end_episode("the episode has ended")
+        return result
+
+    def _lose(self) -> None:
+        """A step failed, or its program was cancelled while it ran: nobody knows where the simulator is now."""
+        self.recorder.drop_current("lost")
+        self.recorder.cut("lost")
+        self._end_episode("a step failed or was cancelled while it ran, so the state of the simulator is unknown")
+
+    def _end_episode(self, why: str) -> None:
+        self.done, self._needs_reset = True, why
+        decision, recorder = self.recorder.current, self.recorder
+        version = self.version if decision is None else decision.version
+        self._group.finish(self._meter.end(self.index, self._loop.time(), recorder.num_decisions, version))
+
+
+async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
+    streams = env._other_noise
+    noise = streams.get(id(actor))
+    if noise is None:
+        noise = NoiseStream(stream(env._group.seed, Domain.NOISE, *env._key, len(streams) + 1))
+        streams[id(actor)] = noise
+    env.num_calls += 1
+    future: asyncio.Future[ActionOut] = env._loop.create_future()
+    actor.request(OtherRequest(env, future, obs, noise))
+    return await future
+
+
+def _refuse(env: EnvContext, name: str) -> NoReturn:
+    if env._busy is not None:
+        raise ProgramError(
+            f"{name}() while {env._busy}() of the same environment is running ({env.where()}): "
+            "await one before the next"
+        )
+    raise ProgramError(f"{name}(): {env._needs_reset} ({env.where()}): call reset() first")

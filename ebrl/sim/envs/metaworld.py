@@ -1,0 +1,123 @@
+"""Meta-World MT1: one manipulation task of the Sawyer arm, with 50 positions of object and goal.
+
+Importing this module imports metaworld; `ebrl.env_spec("Meta-World/MT1", env_name="reach-v3")` does it at use.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import metaworld
+import numpy as np
+from metaworld.wrappers import RandomTaskSelectWrapper
+
+from ebrl.core.errors import ConfigError
+from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
+from ebrl.sim.simulator import construction_lock
+from ebrl.sim.spec import observation_spec, probe, unknown_env
+
+MT1 = "Meta-World/MT1"
+MAX_HORIZON = 500
+"""Steps after which Meta-World itself ends an episode."""
+
+
+class MetaWorldEnv(gymnasium.Env[Array, Array]):
+    """One MT1 task whose `reset(seed=...)` decides the episode, which Meta-World's own does not.
+
+    The 50 positions are drawn from `seed` at construction, the same in every instance, and not from numpy's global
+    generator as they would be by default. Success never ends an episode.
+    """
+
+    def __init__(self, env_name: str, seed: int = 0, **kwargs: Any) -> None:
+        """Build it. Call under `ebrl.sim.simulator.construction_lock`: numpy's global generator is swapped meanwhile.
+
+        Args:
+            env_name: Such as ``"reach-v3"``.
+            seed: Of the 50 positions of object and goal.
+            **kwargs: For ``gymnasium.make``.
+        """
+        self._env = gymnasium.make(MT1, env_name=env_name, seed=seed, **{"disable_env_checker": True, **kwargs})
+        self.observation_space = self._env.observation_space
+        self.action_space = self._env.action_space
+        self.render_mode = self._env.render_mode
+        layer: Any = self._env
+        while not isinstance(layer, RandomTaskSelectWrapper):
+            layer = layer.env
+        self._selector = layer
+
+    @property
+    def unwrapped(self) -> Any:
+        """The simulator below all wrappers."""
+        return self._env.unwrapped
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """Begin an episode; `seed` chooses the position."""
+        if seed is not None:
+            self._selector.np_random = np.random.default_rng(seed)
+        obs, info = self._env.reset(options=options)
+        return obs, info
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        """Advance by one step of 12.5 ms; ``info["success"]`` is a bool."""
+        obs, reward, terminated, truncated, info = self._env.step(action)
+        info["success"] = bool(info["success"])
+        return obs, float(reward), bool(terminated), bool(truncated), info
+
+    def render(self) -> Any:
+        """One picture, in the thread that made the environment."""
+        return self._env.render()
+
+    def close(self) -> None:
+        """Give the simulator's memory back."""
+        self._env.close()
+
+
+def metaworld_spec(
+    name: str, horizon: int | None, action_repeat: int, task: str, host: Host | None, kwargs: dict[str, Any]
+) -> EnvSpec:
+    """Describe one MT1 task; see `ebrl.env_spec`.
+
+    Args:
+        name: ``"Meta-World/MT1"``.
+        horizon: At most 500; None: 500.
+        action_repeat: Simulator steps per action.
+        task: Instruction; default: the task's name.
+        host: Default ``"process"``: its steps are short and mostly Python, which threads cannot share.
+        kwargs: `env_name`, and options of `MetaWorldEnv`.
+
+    Raises:
+        UnknownEnv: No such benchmark or task.
+        ConfigError: No `env_name`, or a horizon that Meta-World cannot reach.
+    """
+    if name != MT1:
+        unknown_env(name, names())
+    env_name = kwargs.get("env_name")
+    if env_name is None:
+        raise ConfigError(f'{MT1} needs a task: env_spec("{MT1}", env_name="reach-v3")')
+    if env_name not in metaworld.ALL_V3_ENVIRONMENTS:
+        unknown_env(env_name, list(metaworld.ALL_V3_ENVIRONMENTS))
+    if horizon is not None and horizon > MAX_HORIZON:
+        raise ConfigError(f"Meta-World ends episodes after {MAX_HORIZON} steps: horizon must not exceed it, got {horizon}")
+    make = functools.partial(MetaWorldEnv, **kwargs)
+    blank = ArraySpec((), "float32")
+    spec = EnvSpec(f"{MT1}:{env_name}", make, blank, blank, horizon or MAX_HORIZON, action_repeat, task or env_name,
+                   host or "process")
+    with construction_lock:
+        env = make()
+    declared = observation_spec(env.observation_space, spec.id)
+    assert isinstance(declared, ArraySpec)
+    # The simulator reports float64, policies want float32: the cast happens once, where observations are checked.
+    observation = replace(declared, dtype="float32", low=_single(declared.low), high=_single(declared.high))
+    return replace(probe(replace(spec, make=lambda: env), observation), make=make)
+
+
+def names() -> list[str]:
+    """What can be asked for, written as one would ask for it."""
+    return [MT1, *(f'{MT1} with env_name="{task}"' for task in metaworld.ALL_V3_ENVIRONMENTS)]
+
+
+def _single(bounds: Array | None) -> Array | None:
+    return None if bounds is None else bounds.astype(np.float32)

@@ -1,0 +1,222 @@
+"""`EnvGroup`: N environments, each a coroutine that runs at its own pace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TypeAlias
+
+from ebrl.core.admission import Admission
+from ebrl.core.errors import Closed, ConfigError, ProgramError
+from ebrl.core.protocols import Actor
+from ebrl.core.records import EnvSpec, Episode, Host, Observation, Segment
+from ebrl.core.runtime import Runtime
+from ebrl.core.scope import Scope
+from ebrl.sim.context import EnvContext
+from ebrl.sim.hosts import SimHost, make_hosts
+from ebrl.sim.plan import Plan
+from ebrl.sim.programs import rollout
+from ebrl.sim.recorder import Recorder
+
+EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
+
+
+class EnvGroup:
+    """N coroutines from one program; a service.
+
+    Simulators are built when the group starts; their first episode begins when a consumer opens the group: a
+    `Trainer`, or `run_episodes`. Each environment consumes credit for a decision, its own action and its own
+    simulator call; nothing in here ever waits for all of them.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        *,
+        actor: Actor,
+        count: int,
+        program: EnvProgram = rollout,
+        host: Host | None = None,
+        lanes: int | None = None,
+        segment_length: int | None = None,
+        observe: Callable[[Observation], Observation] | None = None,
+        name: str = "envs",
+    ) -> None:
+        """Describe a group.
+
+        Args:
+            spec: From `ebrl.env_spec`.
+            actor: Decides for all of them, in batches: a `Generator`.
+            count: N.
+            program: Coroutine function that runs one episode or many; called again until the group ends.
+            host: ``"thread"`` or ``"process"``; default: what the spec wants.
+            lanes: Threads, or processes, that share the simulators; environment i belongs to lane ``i % lanes`` for
+                life. Default: one thread each up to 256, or one process per core.
+            segment_length: Decisions after which an open segment is handed on; default: the consumer's batch
+                divided by N, at least 8.
+            observe: Applied to every observation, the final one of an episode included; on the loop, so keep it short.
+            name: Of the service; keys its random streams.
+
+        Raises:
+            ConfigError: A number out of range.
+        """
+        for label, value in (("count", count), ("lanes", lanes), ("segment_length", segment_length)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{label} must be at least 1, got {value}")
+        self.spec = spec
+        self.actor = actor
+        self.count = count
+        self.name = name
+        self.observe = observe
+        self.env_steps = 0
+        self.seed = 0
+        self.admission = Admission(count)
+        self._program = program
+        self._host = host or spec.host
+        self._lanes = lanes
+        self._segment_length = segment_length
+        self._runtime: Runtime | None = None
+        self._hosts: list[SimHost] = []
+        self._recorders = [Recorder(i, spec.task, self._emit) for i in range(count)]
+        self._segments: list[Segment] = []
+        self._wake: asyncio.Future[None] | None = None
+        self._episodes: list[Episode] = []
+        self.plan = Plan()
+
+    def open(self, runtime: Runtime) -> None:
+        """Take lanes; called by `Runtime.start`."""
+        self._runtime = runtime
+        self.seed = runtime.seed
+        self._hosts = make_hosts(
+            self.spec,
+            self.count,
+            host=self._host,
+            lanes=self._lanes,
+            machine=runtime.machine,
+            pool=runtime.resources.pool("cores"),
+            name=self.name,
+        )
+
+    async def serve(self) -> None:
+        """Build the simulators, then run all programs until cancelled."""
+        async with Scope() as scope:
+            building = [scope.start(host.open(), f"{self.name}-build-{i}") for i, host in enumerate(self._hosts)]
+            for task in building:
+                await task
+            for index, recorder in enumerate(self._recorders):
+                slots = self._hosts[index % len(self._hosts)].slots
+                context = EnvContext(self, index, slots[index // len(self._hosts)], recorder)
+                scope.start(self._live(context), f"{self.name}-{index}")
+            await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
+
+    def statistics(self) -> Mapping[str, float]:
+        """Env steps, waiting environments, lane time, and the ledger."""
+        ledger = self.admission.ledger()
+        return {
+            "env_steps": self.env_steps,
+            "busy_s": sum(host.busy_s for host in self._hosts),
+            "waiting_for_credit": self.admission.num_waiting,
+            "started": ledger.started,
+            "trained": ledger.trained,
+            "buffered": ledger.buffered,
+            "parked": ledger.parked,
+            "in_flight": ledger.in_flight,
+            **{f"dropped_{reason}": num for reason, num in ledger.dropped.items()},
+        }
+
+    async def aclose(self, deadline_s: float) -> None:
+        """Close the simulators, each behind its running call."""
+        self.admission.close()
+        await asyncio.gather(*(host.aclose(deadline_s) for host in self._hosts))
+
+    # The consumer's side; see `ebrl.core.protocols.Experience`.
+
+    def open_training(self, batch_size: int, max_lag: int) -> None:
+        """Begin to produce segments; called once, by a trainer.
+
+        Raises:
+            ConfigError: As `Admission.open`.
+            Closed: The group was not started.
+        """
+        if self._runtime is None:
+            raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
+        self.admission.open(
+            batch_size, max_lag, per_env=self._runtime.deterministic and max_lag == 0, on_starved=self._starved
+        )
+        for recorder in self._recorders:
+            recorder.segment_length = self._segment_length or max(8, batch_size // self.count)
+            recorder.admission = self.admission
+        self.plan.train(self.seed)
+
+    def take_segments(self) -> list[Segment]:
+        """All segments that are ready, in order of arrival."""
+        segments, self._segments = self._segments, []
+        return segments
+
+    async def wait_segments(self) -> None:
+        """Return when there is a segment to take."""
+        if not self._segments:
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+
+    def flush(self, version: int, max_lag: int) -> None:
+        """Cut every open segment that would exceed the bound by waiting for another version."""
+        for recorder in self._recorders:
+            oldest = recorder.oldest_version
+            if oldest is not None and version - oldest >= max(1, max_lag):
+                recorder.cut("flushed")
+
+    def take_episodes(self) -> list[Episode]:
+        """Episodes that ended since the last call."""
+        episodes, self._episodes = self._episodes, []
+        return episodes
+
+    async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
+        """Run one episode per seed and wait for all of them, recording nothing for training.
+
+        Which environment runs which seed does not matter, and who finishes first neither: all that start count.
+
+        Args:
+            seeds: One per episode.
+
+        Returns:
+            In the order of `seeds`.
+
+        Raises:
+            ConfigError: The group is used for training.
+        """
+        return await self.plan.run(list(seeds))
+
+    # The programs' side.
+
+    def finish(self, episode: Episode) -> None:
+        """An episode has ended."""
+        if not self.plan.finished(episode):
+            self._episodes.append(episode)
+
+    def _emit(self, segment: Segment) -> None:
+        self._segments.append(segment)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _starved(self) -> None:
+        for recorder in self._recorders:
+            recorder.cut("starved")
+
+    async def _live(self, env: EnvContext) -> None:
+        while True:
+            before = env.num_calls
+            try:
+                await self._program(env)
+                env.finish_episode()
+                if env.num_calls == before:
+                    raise ProgramError(
+                        "the program returned without a single call of its environment: it would be called again "
+                        "for ever; await env.reset() in it"
+                    )
+            except Exception as error:
+                error.add_note(env.where())
+                raise

@@ -1,0 +1,77 @@
+"""`Plan`: which episode comes next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from ebrl.core.errors import ConfigError
+from ebrl.core.records import Episode
+from ebrl.core.rng import episode_seed
+
+
+class Plan:
+    """Endless keyed seeds for training, or a list of seeds that is run to its end.
+
+    Until somebody asks for either, environments wait.
+    """
+
+    def __init__(self) -> None:
+        self._train_seed: int | None = None
+        self._queue: deque[tuple[int, int]] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._results: dict[int, Episode] = {}
+        self._num_expected = 0
+        self._done: asyncio.Future[None] | None = None
+
+    def train(self, seed: int) -> None:
+        """Run for ever."""
+        self._train_seed = seed
+        self._release(len(self._waiters))
+
+    async def run(self, seeds: Sequence[int]) -> list[Episode]:
+        """Run these, and wait for the last."""
+        if self._train_seed is not None:
+            raise ConfigError("this EnvGroup is used for training: evaluate with a group of its own")
+        if self._done is not None:
+            raise ConfigError("an evaluation is running on this EnvGroup: await it before the next")
+        if not seeds:
+            return []
+        self._results = {}
+        self._num_expected = len(seeds)
+        self._queue.extend(enumerate(seeds))
+        self._done = asyncio.get_running_loop().create_future()
+        self._release(len(seeds))
+        try:
+            await self._done
+        finally:
+            self._done = None
+            self._queue.clear()
+        return [self._results[i] for i in range(len(seeds))]
+
+    async def next(self, env: int, episode: int) -> tuple[int, int]:
+        """Return number and seed of the next episode of `env`."""
+        while self._train_seed is None and not self._queue:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(future)
+            await future
+        if self._train_seed is not None:
+            return episode, episode_seed(self._train_seed, env, episode)
+        return self._queue.popleft()
+
+    def finished(self, episode: Episode) -> bool:
+        """Take a result; return whether it belongs to an evaluation."""
+        if self._train_seed is not None:
+            return False
+        self._results[episode.episode] = episode
+        if self._done is not None and len(self._results) == self._num_expected and not self._done.done():
+            self._done.set_result(None)
+        return True
+
+    def _release(self, num: int) -> None:
+        while num and self._waiters:
+            future = self._waiters.popleft()
+            if not future.done():
+                future.set_result(None)
+                num -= 1

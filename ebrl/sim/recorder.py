@@ -1,0 +1,99 @@
+"""`Recorder`: turns what one environment does into decisions and segments, and books each of them in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ebrl.core.admission import Admission, Drop
+from ebrl.core.records import ActionOut, Decision, Observation, Reason, Segment
+
+
+class Recorder:
+    """Decisions and the open segment of one environment.
+
+    A decision is ``current`` from the policy's answer until the observation that follows its outcome is known: the
+    next `act`, or the end of the episode. Then it joins the open segment. In an evaluation (no admission) decisions
+    are followed but not kept.
+    """
+
+    __slots__ = ("_emit", "_last_obs", "_num_decisions", "_open", "admission", "current", "env", "segment_length", "task")
+
+    def __init__(self, env: int, task: str, emit: Callable[[Segment], None]) -> None:
+        """Make a recorder.
+
+        Args:
+            env: Index of its environment.
+            task: Of its environment.
+            emit: Takes finished segments.
+        """
+        self.env = env
+        self.task = task
+        self.admission: Admission | None = None
+        self.segment_length = 1
+        self.current: Decision | None = None
+        self._emit = emit
+        self._open: list[Decision] = []
+        self._last_obs: Observation = {}
+        self._num_decisions = 0
+
+    @property
+    def num_decisions(self) -> int:
+        """Decisions so far, over all episodes."""
+        return self._num_decisions
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of the decisions in the open segment; None if it is empty."""
+        return self._open[0].out.version if self._open else None
+
+    def must_wait(self, obs: Observation) -> bool:
+        """Close the decision before `obs` and start one; return whether its credit has to be waited for."""
+        self.park(obs)
+        admission = self.admission
+        return admission is not None and not admission.try_start(self.env)
+
+    def begin(self, episode: int, obs: Observation, out: ActionOut) -> None:
+        """The policy answered."""
+        self.current = Decision(self.env, episode, self._num_decisions, obs, out, [])
+        self._num_decisions += 1
+
+    def park(self, next_obs: Observation) -> None:
+        """The outcome of the current decision is complete, and `next_obs` follows it."""
+        decision = self.current
+        if decision is None:
+            return
+        self.current = None
+        self._last_obs = next_obs
+        admission = self.admission
+        if admission is None:
+            return
+        if not decision.num_steps:
+            admission.drop(self.env, "unexecuted", "in_flight")
+            return
+        self._open.append(decision)
+        admission.park()
+        if len(self._open) >= self.segment_length:
+            self.cut("full")
+
+    def end(self, final_obs: Observation) -> None:
+        """The episode is over: nothing that comes belongs to the open segment."""
+        self.park(final_obs)
+        self.cut("end")
+
+    def drop_current(self, reason: Drop) -> None:
+        """The decision that was started ends here: it was not answered, or what came of it is not known."""
+        if self.current is not None:
+            self._last_obs = self.current.obs
+            self.current = None
+        if self.admission is not None:
+            self.admission.drop(self.env, reason, "in_flight")
+
+    def cut(self, reason: Reason) -> None:
+        """Hand the open segment on, if there is one; a current decision stays, and its observation is the bootstrap."""
+        decisions = self._open
+        if not decisions or self.admission is None:
+            return
+        self._open = []
+        last_obs = self._last_obs if self.current is None else self.current.obs
+        self.admission.emit(len(decisions))
+        self._emit(Segment(self.env, self.task, decisions, last_obs, reason))

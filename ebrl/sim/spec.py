@@ -1,0 +1,237 @@
+"""`env_spec`: how to make a simulator, and what it looks like from outside."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn, TypeAlias
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from ebrl.core.errors import ConfigError, SpaceError, UnknownEnv
+from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
+from ebrl.sim.simulator import Simulator, construction_lock
+
+Factory: TypeAlias = "Callable[..., gymnasium.Env[Any, Any]]"
+
+METAWORLD = "Meta-World/"
+
+
+def env_spec(
+    env: str | Factory,
+    /,
+    *,
+    horizon: int | None = None,
+    action_repeat: int = 1,
+    task: str = "",
+    host: Host | None = None,
+    **kwargs: Any,
+) -> EnvSpec:
+    """Describe an environment; builds one, plays one step, and closes it.
+
+    Example:
+        >>> spec = env_spec("CartPole-v1", horizon=200)
+        >>> spec.observation.shape, spec.action.num_values, spec.horizon
+        ((4,), 2, 200)
+
+    Args:
+        env: Id that gymnasium knows (``"module:Env-v0"`` imports the module first), ``"Meta-World/MT1"``, or a
+            function that returns a ``gymnasium.Env``.
+        horizon: Simulator steps after which an episode is truncated, in addition to what the environment does itself.
+        action_repeat: Simulator steps for which each action is applied.
+        task: What a policy is asked to do.
+        host: Where it runs; None: what suits the simulator.
+        **kwargs: For the environment.
+
+    Raises:
+        UnknownEnv: No such id; lists the nearest.
+        SpaceError: Spaces that EBRL does not serve; names a wrapper that helps.
+        ConfigError: Options out of range, or a package is missing.
+        InvalidData: The environment contradicts its own spaces.
+    """
+    check_options(horizon, action_repeat, host)
+    if isinstance(env, str):
+        if env.startswith(METAWORLD):
+            return _metaworld(env, horizon, action_repeat, task, host, kwargs)
+        make: Callable[[], Any] = functools.partial(make_by_id, env, kwargs)
+        name = env
+    elif callable(env) and not isinstance(env, gymnasium.Env):
+        make, name = functools.partial(env, **kwargs) if kwargs else env, _name_of(env)
+    else:
+        raise ConfigError(
+            f"env_spec takes an id or a function that makes an environment, got {type(env).__name__}: "
+            "write env_spec(lambda: MyEnv(...))"
+        )
+    spec = EnvSpec(name, make, ArraySpec((), "float32"), ArraySpec((), "float32"), horizon, action_repeat, task,
+                   host or "thread")
+    return probe(spec)
+
+
+def probe(spec: EnvSpec, observation: ArraySpec | None = None) -> EnvSpec:
+    """Fill in what only an instance can tell: spaces and numeric info keys.
+
+    Args:
+        spec: Without them.
+        observation: Declared form of observations, where it is not that of the space.
+
+    Raises:
+        SpaceError: Spaces that EBRL does not serve.
+        InvalidData: The environment contradicts its own spaces.
+    """
+    with construction_lock:
+        env = spec.make()
+    try:
+        if not isinstance(env, gymnasium.Env):
+            raise ConfigError(f"{spec.id}: expected the function to make a gymnasium.Env, got {type(env).__name__}")
+        observed = observation or observation_spec(env.observation_space, spec.id)
+        spec = replace(spec, observation=observed, action=action_spec(env.action_space, spec.id))
+        simulator = Simulator(replace(spec, make=lambda: env, action_repeat=1))
+        infos = [simulator.reset(0)[1], simulator.step(neutral_action(spec.action)).info]
+    finally:
+        env.close()
+    keys = {key: None for info in infos for key, value in info.items() if is_numeric(key, value)}
+    return replace(spec, info_keys=tuple(keys))
+
+
+def observation_spec(space: Any, name: str) -> ArraySpec | dict[str, ArraySpec]:
+    """Return the form of an observation space: a Box, or a flat Dict of Boxes.
+
+    Raises:
+        SpaceError: Anything else.
+    """
+    if isinstance(space, spaces.Box):
+        return _box(space)
+    if isinstance(space, spaces.Dict):
+        parts: dict[str, ArraySpec] = {}
+        for key, part in space.spaces.items():
+            if not isinstance(part, spaces.Box):
+                raise SpaceError(
+                    f"{name}: observation[{key!r}] is a {type(part).__name__}, expected a Box: "
+                    "wrap the environment in gymnasium.wrappers.FlattenObservation"
+                )
+            parts[key] = _box(part)
+        return parts
+    raise SpaceError(
+        f"{name}: observations are a {type(space).__name__}, expected a Box or a flat Dict of Boxes: "
+        "wrap the environment in gymnasium.wrappers.FlattenObservation"
+    )
+
+
+def action_spec(space: Any, name: str) -> ArraySpec:
+    """Return the form of an action space: a Box of floats, or a Discrete that starts at 0.
+
+    Raises:
+        SpaceError: Anything else.
+    """
+    if isinstance(space, spaces.Box) and space.dtype is not None and space.dtype.kind == "f":
+        return _box(space)
+    if isinstance(space, spaces.Discrete):
+        if space.start == 0:
+            return ArraySpec((), "int64", num_values=int(space.n))
+        raise SpaceError(
+            f"{name}: discrete actions start at {space.start}, expected 0: wrap the environment in gymnasium.wrappers."
+            f"TransformAction(env, lambda a: a + {space.start}, gymnasium.spaces.Discrete({space.n}))"
+        )
+    raise SpaceError(
+        f"{name}: actions are {space}, expected a Box of floats or a Discrete: wrap the environment in "
+        "gymnasium.wrappers.TransformAction"
+    )
+
+
+def neutral_action(spec: ArraySpec) -> Array:
+    """Return the legal action nearest to zero."""
+    zero: Array = np.zeros(spec.shape, spec.dtype)
+    if spec.low is not None or spec.high is not None:
+        zero = np.clip(zero, spec.low, spec.high).astype(spec.dtype)
+    return zero
+
+
+def is_numeric(key: Any, value: Any) -> bool:
+    """Whether an entry of ``info`` is a named number."""
+    return isinstance(key, str) and isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating))
+
+
+def make_by_id(name: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+    """Make an environment that gymnasium knows; a module-level function, so that it can be sent to a process.
+
+    Raises:
+        UnknownEnv: gymnasium does not know it.
+        ConfigError: A package is missing.
+    """
+    module, colon, rest = name.rpartition(":")
+    if colon:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{name}: module {error.name!r} is not installed, or not on the path") from error
+    try:
+        return gymnasium.make(rest, **{"disable_env_checker": True, **kwargs})
+    except gymnasium.error.UnregisteredEnv as error:
+        unknown_env(rest, [*gymnasium.registry, *_metaworld_names()], error)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def unknown_env(name: str, known: list[str], cause: BaseException | None = None) -> NoReturn:
+    """Raise with the nearest names.
+
+    Raises:
+        UnknownEnv: Always.
+    """
+    lower = {candidate.lower(): candidate for candidate in known}
+    near = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=5, cutoff=0.0)[:5]]
+    raise UnknownEnv(
+        f"no environment {name!r}; the nearest names are {', '.join(near)} "
+        '(your own: env_spec("module:Id-v0"), or a function)'
+    ) from cause
+
+
+def check_options(horizon: Any, action_repeat: Any, host: Any) -> None:
+    """Check what does not depend on the environment.
+
+    Raises:
+        ConfigError: Out of range.
+    """
+    for option, value in (("horizon", horizon), ("action_repeat", action_repeat)):
+        if option == "horizon" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{option} must be an integer of at least 1, got {value!r}")
+    if host not in {None, "thread", "process"}:
+        raise ConfigError(f'host must be "thread", "process" or None, got {host!r}')
+
+
+def _metaworld(
+    name: str, horizon: int | None, action_repeat: int, task: str, host: Host | None, kwargs: dict[str, Any]
+) -> EnvSpec:
+    try:
+        module = importlib.import_module("ebrl.sim.envs.metaworld")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{name} needs {error.name}: pip install 'ebrl[metaworld]'") from error
+    spec: EnvSpec = module.metaworld_spec(name, horizon, action_repeat, task, host, kwargs)
+    return spec
+
+
+def _metaworld_names() -> list[str]:
+    if importlib.util.find_spec("metaworld") is None:
+        return []
+    names: list[str] = importlib.import_module("ebrl.sim.envs.metaworld").names()
+    return names
+
+
+def _name_of(factory: Any) -> str:
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return str(getattr(factory, "__qualname__", type(factory).__qualname__))
+
+
+def _box(space: spaces.Box) -> ArraySpec:
+    low = space.low if np.isfinite(space.low).any() else None
+    high = space.high if np.isfinite(space.high).any() else None
+    return ArraySpec(tuple(space.shape), np.dtype(space.dtype).name, low, high)

@@ -1,0 +1,139 @@
+"""`Assembler`: segments in, batches of exactly B decisions out. Pure: no clock, no loop, no randomness.
+
+The lag of a decision is the learner's version when its batch is taken minus the version that acted. Three rules
+together bound it, and none does alone:
+
+- **order**: batches take the oldest version first;
+- **flush**: at each publish the group cuts open segments that would exceed the bound by waiting (`EnvGroup.flush`);
+- **mask**: what is too old all the same is dropped here, decision by decision.
+
+Segments are split so that a batch has exactly B: with whole segments, the credit of admission and the size of
+batches would drift apart until nobody may start. Every dropped decision is reported with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ebrl.core.records import Decision, Segment, TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Decisions of one environment that will not be trained."""
+
+    env: int
+    reason: Literal["masked", "intervention"]
+    num: int
+
+
+class Assembler:
+    """Buffered segments of one group."""
+
+    def __init__(self, batch_size: int, max_lag: int, *, canonical: bool = False) -> None:
+        """Make an assembler.
+
+        Args:
+            batch_size: B.
+            max_lag: Versions that a trained decision may be behind.
+            canonical: Sort every batch by environment, episode and decision, so that its order does not depend on
+                who was first (deterministic mode).
+        """
+        self._batch_size = batch_size
+        self._max_lag = max_lag
+        self._canonical = canonical
+        self._segments: list[Segment] = []
+        self._num_decisions = 0
+
+    def __len__(self) -> int:
+        return self._num_decisions
+
+    def add(self, segment: Segment) -> list[Dropped]:
+        """Buffer a segment; interventions are taken out, and what is around them becomes segments of its own."""
+        pieces = split_at(segment, lambda decision: decision.intervened)
+        for piece in pieces:
+            self._segments.append(piece)
+            self._num_decisions += len(piece.decisions)
+        lost = len(segment.decisions) - sum(len(piece.decisions) for piece in pieces)
+        return [Dropped(segment.env, "intervention", lost)] if lost else []
+
+    def take(self, version: int) -> tuple[TrainBatch | None, list[Dropped]]:
+        """Drop what is too old for `version`, and return a batch if B decisions are left.
+
+        Returns:
+            A batch or None, and what was dropped.
+        """
+        dropped = self._mask(version)
+        if self._num_decisions < self._batch_size:
+            return None, dropped
+        if self._canonical:
+            self._segments.sort(key=_place)
+        else:
+            self._segments.sort(key=_oldest)  # stable: segments of one environment stay in order
+        return TrainBatch(self._take_exactly(self._batch_size), version), dropped
+
+    def _take_exactly(self, num: int) -> list[Segment]:
+        self._num_decisions -= num
+        num_whole = 0
+        while num_whole < len(self._segments) and num >= len(self._segments[num_whole].decisions):
+            num -= len(self._segments[num_whole].decisions)
+            num_whole += 1
+        taken, self._segments = self._segments[:num_whole], self._segments[num_whole:]
+        if num:
+            head, self._segments[0] = cut_after(self._segments[0], num)
+            taken.append(head)
+        return taken
+
+    def _mask(self, version: int) -> list[Dropped]:
+        oldest = version - self._max_lag
+        dropped: list[Dropped] = []
+        kept: list[Segment] = []
+        for segment in self._segments:
+            if segment.decisions[0].out.version >= oldest:  # versions grow within a segment
+                kept.append(segment)
+                continue
+            pieces = split_at(segment, lambda decision: decision.out.version < oldest)
+            num = len(segment.decisions) - sum(len(piece.decisions) for piece in pieces)
+            dropped.append(Dropped(segment.env, "masked", num))
+            self._num_decisions -= num
+            kept.extend(pieces)
+        self._segments = kept
+        return dropped
+
+
+def cut_after(segment: Segment, num: int) -> tuple[Segment, Segment]:
+    """Split into the first `num` decisions, which bootstrap from the observation that follows, and the rest."""
+    head, tail = segment.decisions[:num], segment.decisions[num:]
+    return (
+        Segment(segment.env, segment.task, head, tail[0].obs, "split"),
+        Segment(segment.env, segment.task, tail, segment.last_obs, segment.reason),
+    )
+
+
+def split_at(segment: Segment, unwanted: Callable[[Decision], bool]) -> list[Segment]:
+    """Return the runs of wanted decisions; each bootstraps from the observation that follows it."""
+    flags = [unwanted(decision) for decision in segment.decisions]
+    if not any(flags):
+        return [segment]
+    pieces: list[Segment] = []
+    run: list[Decision] = []
+    for decision, flag in zip(segment.decisions, flags, strict=True):
+        if not flag:
+            run.append(decision)
+        elif run:
+            pieces.append(Segment(segment.env, segment.task, run, decision.obs, "split"))
+            run = []
+    if run:
+        pieces.append(Segment(segment.env, segment.task, run, segment.last_obs, segment.reason))
+    return pieces
+
+
+def _oldest(segment: Segment) -> int:
+    return segment.decisions[0].out.version
+
+
+def _place(segment: Segment) -> tuple[int, int, int]:
+    first = segment.decisions[0]
+    return first.env, first.episode, first.index

@@ -1,0 +1,73 @@
+"""`evaluate`: how good a policy is, on a fixed list of seeds.
+
+Every episode that starts counts. Counting those that finish first turned a true success rate of 0.50 into 0.91 when
+successes are quick.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ebrl.core.records import Episode
+
+
+class EpisodeRunner(Protocol):
+    """Runs one episode per seed; `ebrl.EnvGroup` is one."""
+
+    async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
+        """Return the episodes in the order of the seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """What came of an evaluation.
+
+    Attributes:
+        episodes: In the order of the seeds.
+    """
+
+    episodes: tuple[Episode, ...]
+
+    @property
+    def mean_return(self) -> float:
+        """Undiscounted, per episode."""
+        return sum(episode.total_reward for episode in self.episodes) / len(self.episodes)
+
+    @property
+    def success_rate(self) -> float:
+        """Share of episodes in which success was reported at any step; NaN if it never is."""
+        known = [episode.success for episode in self.episodes if episode.success is not None]
+        return sum(known) / len(known) if known else math.nan
+
+    @property
+    def success_interval(self) -> tuple[float, float]:
+        """95 % Wilson interval of `success_rate`."""
+        known = sum(episode.success is not None for episode in self.episodes)
+        return wilson(self.success_rate, known) if known else (math.nan, math.nan)
+
+
+async def evaluate(envs: EpisodeRunner, seeds: Iterable[int]) -> EvalReport:
+    """Run one episode per seed and report on all of them.
+
+    Args:
+        envs: A started `EnvGroup` that is not used for training, usually with a ``Generator(deterministic=True)``.
+        seeds: One per episode; the same list gives the same starts.
+    """
+    return EvalReport(tuple(await envs.run_episodes(seeds)))
+
+
+def wilson(rate: float, num: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson score interval of a rate over `num` trials (E. B. Wilson, 1927).
+
+    Example:
+        >>> low, high = wilson(0.95, 100)
+        >>> round(low, 3), round(high, 3)
+        (0.888, 0.978)
+    """
+    centre = rate + z * z / (2 * num)
+    spread = z * math.sqrt(rate * (1 - rate) / num + z * z / (4 * num * num))
+    scale = 1 + z * z / num
+    return (centre - spread) / scale, (centre + spread) / scale

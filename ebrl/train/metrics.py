@@ -1,0 +1,75 @@
+"""Where the numbers of a run go: JSON lines, and TensorBoard event files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ebrl.core.records import UpdateReport
+
+
+def flatten(report: UpdateReport) -> dict[str, float]:
+    """Return the scalars of a report, by the name they have in files; NaN for what is not known."""
+    episodes = report.episodes
+    lengths = [episode.num_steps for episode in episodes]
+    return {
+        "update": report.update,
+        "env_steps": report.env_steps,
+        "elapsed_s": report.elapsed_s,
+        "rollout/return": report.mean_return,
+        "rollout/success_rate": report.success_rate,
+        "rollout/episodes": len(episodes),
+        "rollout/episode_length": sum(lengths) / len(lengths) if lengths else math.nan,
+        "time/rollout_s": report.rollout_s,
+        "time/update_s": report.update_s,
+        "lag/mean": report.lag_mean,
+        "lag/max": report.lag_max,
+        **{f"train/{name}": value for name, value in report.metrics.items()},
+        **{f"dropped/{reason}": num for reason, num in report.dropped.items()},
+    }
+
+
+class MetricsWriter:
+    """Writes scalars to ``metrics.jsonl`` and to TensorBoard event files of one folder, line by line."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the files.
+
+        Args:
+            folder: Exists.
+        """
+        from tensorboardX import SummaryWriter  # slow to import, and only runs with a folder need it
+
+        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write one line; values that are not finite become null there, and are left out of TensorBoard.
+
+        Args:
+            step: Horizontal axis in TensorBoard: env steps.
+            scalars: By name.
+        """
+        line = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        for name, value in scalars.items():
+            if math.isfinite(value):
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._lines.close()
+        self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

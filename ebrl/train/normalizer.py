@@ -1,0 +1,67 @@
+"""The scale of rewards, learned while they arrive.
+
+As gymnasium's and Stable-Baselines3's ``VecNormalize``: rewards are divided by the standard deviation of the running
+discounted return. The running return of an environment goes on from batch to batch, so the learner keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ebrl.core.records import Segment
+
+Float64s = NDArray[np.float64]
+
+
+class ReturnNormalizer:
+    """Running variance of the discounted return.
+
+    Args:
+        clip: Bound of a normalised reward, in standard deviations.
+        eps: Added to the variance.
+    """
+
+    def __init__(self, *, clip: float = 10.0, eps: float = 1e-8) -> None:
+        self.clip = clip
+        self.eps = eps
+        self.mean = 0.0
+        self.var = 1.0
+        self.count = 0.0
+        # Per environment: the episode it was in, and its running return there.
+        self.open: dict[int, tuple[int, float]] = {}
+
+    def update(self, segments: Sequence[Segment], rewards_B: Float64s, discounts_B: Float64s) -> None:
+        """Take a batch into the statistics.
+
+        Args:
+            segments: Those of one environment in the order in which they happened.
+            rewards_B: ``[B]`` per decision, segment by segment.
+            discounts_B: ``[B]`` from each decision to the next.
+        """
+        pairs = zip(rewards_B.tolist(), discounts_B.tolist(), strict=True)
+        returns = []
+        for segment in segments:
+            episode = segment.decisions[0].episode
+            before, total = self.open.get(segment.env, (episode, 0.0))
+            total = total if before == episode else 0.0
+            for _ in segment.decisions:
+                reward, discount = next(pairs)
+                total = total * discount + reward
+                returns.append(total)
+            self.open[segment.env] = (episode, total)
+        self._take(np.array(returns))
+
+    def normalize(self, rewards_B: Float64s) -> Float64s:
+        """Return rewards in standard deviations of the return; they are not centred."""
+        scaled: Float64s = np.clip(rewards_B / np.sqrt(self.var + self.eps), -self.clip, self.clip)
+        return scaled
+
+    def _take(self, x: Float64s) -> None:
+        """Parallel variance (Chan, Golub and LeVeque 1979)."""
+        num, total = len(x), self.count + len(x)
+        delta = float(x.mean()) - self.mean
+        squares = self.var * self.count + float(x.var()) * num + delta * delta * self.count * num / total
+        self.mean, self.var, self.count = self.mean + delta * num / total, squares / total, total

@@ -1,0 +1,166 @@
+"""`Trainer`: the loop that turns segments into versions, while environments and generator go on.
+
+Consumes a batch of B decisions; waits for enough admissible ones; is woken by the recorders. After each update it
+publishes the weights, gives the credit of the batch back, and has segments flushed that could not wait for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+
+from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.protocols import Experience, Lane, Learner
+from ebrl.core.records import TrainBatch, UpdateReport
+from ebrl.core.runtime import Runtime
+from ebrl.train.assemble import Assembler, Dropped
+
+
+class Trainer:
+    """A service, and an async iterator of one report per update.
+
+    The updates run in the caller's ``async for``: while its body runs no update does, so `learner.policy` may be read
+    there; rollouts go on, within their credit.
+
+    Example::
+
+        async for report in rt.start(ebrl.Trainer(envs, ebrl.PPO(policy), updates=100)):
+            print(report.update, report.mean_return)
+    """
+
+    def __init__(
+        self,
+        envs: Experience,
+        learner: Learner,
+        *,
+        updates: int,
+        max_lag: int = 1,
+        threads: int = 1,
+        name: str = "trainer",
+    ) -> None:
+        """Describe a trainer.
+
+        Args:
+            envs: A started `EnvGroup`; its actor receives the weights.
+            learner: Does the updates.
+            updates: How many.
+            max_lag: Versions that a trained decision may be behind; 0 waits for the data of each version.
+            threads: Of torch, within an update.
+            name: Of the service.
+
+        Raises:
+            ConfigError: A number out of range.
+        """
+        if updates < 1:
+            raise ConfigError(f"updates must be at least 1, got {updates}")
+        if max_lag < 0:
+            raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
+        if threads < 1:
+            raise ConfigError(f"Trainer.threads must be at least 1, got {threads}")
+        self.name = name
+        self.updates = updates
+        self.max_lag = max_lag
+        self._envs = envs
+        self._learner = learner
+        self._threads = threads
+        self._assembler = Assembler(learner.batch_size, max_lag)
+        self._runtime: Runtime | None = None
+        self._lane: Lane | None = None
+        self._num_updates = 0
+        self._began_s = 0.0
+
+    def open(self, runtime: Runtime) -> None:
+        """Take a lane and open the group's credit; called by `Runtime.start`."""
+        self._runtime = runtime
+        self._began_s = asyncio.get_running_loop().time()
+        self._assembler = Assembler(
+            self._learner.batch_size, self.max_lag, canonical=runtime.deterministic and self.max_lag == 0
+        )
+        self._lane = runtime.machine.lane("train", f"{self.name}-0")
+        if runtime.machine.real:
+            self._lane.run(torch.set_num_threads, self._threads, n=0)
+        self._envs.open_training(self._learner.batch_size, self.max_lag)
+
+    async def serve(self) -> None:
+        """Nothing to do of its own accord: the updates run in the caller's ``async for``."""
+        await asyncio.get_running_loop().create_future()
+
+    def statistics(self) -> Mapping[str, float]:
+        """Updates and lane time."""
+        busy_s = self._lane.busy_s if self._lane is not None else 0.0
+        return {"updates": self._num_updates, "busy_s": busy_s, "buffered": len(self._assembler)}
+
+    async def aclose(self, deadline_s: float) -> None:
+        """Wait for a running update, up to the deadline."""
+        if self._runtime is not None and self._lane is not None:
+            await self._runtime.machine.aclose([self._lane], deadline_s=deadline_s)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> UpdateReport:
+        """Do one update.
+
+        Raises:
+            StopAsyncIteration: All updates are done.
+            Closed: The trainer was not started.
+        """
+        if self._num_updates >= self.updates:
+            raise StopAsyncIteration
+        lane, runtime = self._lane, self._runtime
+        if lane is None or runtime is None:
+            raise Closed(f"{self.name} was not started: iterate over rt.start(trainer)")
+        clock = asyncio.get_running_loop().time
+        hungry_s = clock()
+        batch = await self._next_batch()
+        update_s = clock()
+        metrics = await lane.run(self._learner.update, batch, n=self._learner.batch_size)
+        version = await self._envs.actor.weights.publish(self._learner.policy, lane)
+        done_s = clock()
+        self._envs.admission.train([decision.env for decision in batch.decisions])
+        self._envs.flush(version, self.max_lag)
+        self._num_updates += 1
+        runtime.boundary()
+        if runtime.trace is not None:
+            runtime.trace.span(lane.name, "update", update_s, done_s, version=version)
+        return self._report(batch, metrics, update_s - hungry_s, done_s - update_s, done_s)
+
+    async def _next_batch(self) -> TrainBatch:
+        envs, assembler = self._envs, self._assembler
+        envs.admission.hungry = True
+        try:
+            while True:
+                for segment in envs.take_segments():
+                    self._book(assembler.add(segment))
+                batch, dropped = assembler.take(envs.actor.weights.version)
+                self._book(dropped)
+                if batch is not None:
+                    return batch
+                await envs.wait_segments()
+        finally:
+            envs.admission.hungry = False
+
+    def _book(self, dropped: list[Dropped]) -> None:
+        for drop in dropped:
+            self._envs.admission.drop(drop.env, drop.reason, "buffered", drop.num)
+
+    def _report(
+        self, batch: TrainBatch, metrics: Mapping[str, float], rollout_s: float, update_s: float, now_s: float
+    ) -> UpdateReport:
+        lags = batch.lags
+        return UpdateReport(
+            update=self._num_updates,
+            num_decisions=len(lags),
+            env_steps=self._envs.env_steps,
+            elapsed_s=now_s - self._began_s,
+            rollout_s=rollout_s,
+            update_s=update_s,
+            lag_mean=float(lags.mean()),
+            lag_max=int(lags.max()),
+            metrics=metrics,
+            episodes=tuple(self._envs.take_episodes()),
+            dropped=dict(self._envs.admission.ledger().dropped),
+        )

@@ -1,0 +1,303 @@
+"""The learner on batches built by hand: what it reads, what must not matter, and what must."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ebrl.core.errors import ConfigError
+from ebrl.core.protocols import Learner, PolicyOut
+from ebrl.core.records import ActionOut, Array, ArraySpec, BatchOut, Decision, EnvSpec, Segment, TrainBatch
+from ebrl.gen.policies import CategoricalPolicy, GaussianPolicy
+from ebrl.gen.policies.base import TorchPolicy
+from ebrl.train.advantages import Targets, gae
+from ebrl.train.fake import ScriptedLearner
+from ebrl.train.learner import Layout, Rollout, time_major
+from ebrl.train.normalizer import ReturnNormalizer
+from ebrl.train.ppo import PPO, PPOConfig
+
+torch.set_num_threads(1)
+
+SPEC = EnvSpec("Toy-v0", lambda: None, ArraySpec((3,), "float32"), ArraySpec((2,), "float32"))
+HALF = {"gamma": 0.5, "gae_lambda": 0.5, "normalize_return": False, "normalize_advantage": False}
+
+
+class Ruler(TorchPolicy):
+    """Its critic reads the value off the observation, so that targets can be worked out by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(horizon=1, noise_dim=1)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+        raise NotImplementedError
+
+    def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        rows = aux["u"] * self.scale
+        return rows, batch["state"][:, 0] * self.scale, rows
+
+
+def value(x: float) -> Array:
+    return np.array([x], np.float32)
+
+
+def segment(
+    values: Sequence[float], rewards: Sequence[Any], *, last: float, end: str = "", env: int = 0, first: int = 0
+) -> Segment:
+    """Build a segment whose observations are their own values."""
+    zeros = np.zeros((len(values), 1, 1), np.float32)
+    out = BatchOut(zeros, zeros, np.zeros(len(values), np.float32), {"u": zeros})
+    decisions = []
+    for t, (v, reward) in enumerate(zip(values, rewards, strict=True)):
+        reward = reward if isinstance(reward, list) else [float(reward)]
+        decisions.append(
+            Decision(env, 0, first + t, value(v), ActionOut(out.action[t], 0, out, t), reward, len(reward))
+        )
+    decisions[-1].terminated, decisions[-1].truncated = end == "terminated", end == "truncated"
+    return Segment(env, "", decisions, value(last), "end" if end else "full")
+
+
+def hand_learner(size: int, **options: Any) -> PPO:
+    return PPO(Ruler(), PPOConfig(batch_size=size, minibatch_size=size, **HALF | options))
+
+
+def targets_of(*segments: Segment, **options: Any) -> Targets:
+    """Return advantages and returns ``[B]``, sorted by environment and time."""
+    learner = hand_learner(sum(len(s.decisions) for s in segments), **options)
+    rollout = learner.collate(TrainBatch(list(segments), 0))
+    layout = Layout(rollout.ends)
+    targets = gae(time_major(rollout, layout, learner.score(rollout), rollout.reward), lam=learner.config.gae_lambda)
+    return Targets(*(layout.flat(x) for x in targets))
+
+
+@pytest.mark.parametrize(
+    ("end", "advantage"),
+    [("", [23 / 16, 7 / 4, 3]), ("truncated", [23 / 16, 7 / 4, 3]), ("terminated", [21 / 16, 5 / 4, 1])],
+)
+def test_only_termination_stops_the_bootstrap_from_the_last_observation(end: str, advantage: list[float]) -> None:
+    targets = targets_of(segment([1, 2, 2], [1, 2, 3], last=4, end=end))
+    assert targets.advantage_TS.tolist() == advantage
+    assert targets.return_TS.tolist() == [v + a for v, a in zip([1, 2, 2], advantage, strict=True)]
+
+
+def test_segments_of_all_lengths_in_any_order() -> None:
+    """The truncated example of the tests of the recursion, as the two segments that it really is, and a third."""
+    a = segment([1, 2], [1, 2], last=6, end="truncated")
+    b = segment([2], [3], last=4, end="terminated", first=2)
+    c = segment([1, 2, 2], [1, 2, 3], last=4, env=1)
+    for order in ([a, b, c], [c, b, a], [b, c, a]):
+        assert targets_of(*order).advantage_TS.tolist() == [7 / 4, 3, 1, 23 / 16, 7 / 4, 3]
+
+
+def test_the_discount_counts_steps_or_decisions() -> None:
+    chunks = segment([1, 2], [[1, 2], [4]], last=9, end="terminated")
+    assert targets_of(chunks, discount_unit="step").advantage_TS.tolist() == [7 / 4, 2]
+    # Sums 3 and 4, one gamma each: deltas 3 + 1/2 * 2 - 1 and 4 - 2.
+    assert targets_of(chunks, discount_unit="decision").advantage_TS.tolist() == [3.5, 2]
+
+
+def test_layout_goes_there_and_back() -> None:
+    layout = Layout(torch.tensor([2, 3, 7]))
+    x = torch.arange(8.0) + 1
+    table = layout.pad(x)
+    assert table.T.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0], [5, 6, 7, 8]]
+    assert torch.equal(layout.flat(table), x)
+
+
+def rollout_of(policy: TorchPolicy, *, seed: int = 0, num_envs: int = 4, num_steps: int = 16) -> TrainBatch:
+    """Act for a while in a made-up world whose episodes last five decisions."""
+    rng = np.random.default_rng(seed)
+    segments: list[Segment] = []
+    current: list[list[Decision]] = [[] for _ in range(num_envs)]
+    for t in range(num_steps):
+        obs = list(rng.standard_normal((num_envs, 3)).astype(np.float32))
+        noise = torch.from_numpy(rng.standard_normal((num_envs, policy.noise_dim), np.float32))
+        with torch.no_grad():
+            out = policy.act(policy.collate(obs), noise)
+        aux = {name: x.numpy() for name, x in out.aux.items()}
+        batch = BatchOut(out.action.numpy(), out.log_prob.numpy(), out.value.numpy(), aux)
+        for env in range(num_envs):
+            # The good action is the one near the first number of the observation.
+            reward = -float(np.square(batch.action[env].flat[0] - obs[env][0]))
+            answer = ActionOut(batch.action[env], 0, batch, env)
+            decision = Decision(env, t // 5, t, obs[env], answer, [reward], 1)
+            current[env].append(decision)
+            if t % 5 == 4 or t == num_steps - 1:
+                decision.terminated = env == 0 and t % 5 == 4
+                segments.append(Segment(env, "", current[env], rng.standard_normal(3).astype(np.float32), "end"))
+                current[env] = []
+    return TrainBatch(segments, 0)
+
+
+def make_ppo(policy: TorchPolicy | None = None, **options: Any) -> PPO:
+    policy = GaussianPolicy.for_spec(SPEC, hidden=(16,)) if policy is None else policy
+    return PPO(policy, PPOConfig(**{"batch_size": 64, "minibatch_size": 16, "epochs": 2} | options))
+
+
+def weights(learner: PPO) -> list[Tensor]:
+    return list(learner.policy.state_dict().values())
+
+
+def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_ppo_is_a_learner_and_says_what_it_measured() -> None:
+    ppo = make_ppo()
+    learner: Learner = ppo
+    metrics = learner.update(rollout_of(ppo.policy))
+    names = "policy_loss value_loss entropy approx_kl clip_fraction grad_norm explained_variance learning_rate"
+    assert set(metrics) == {*names.split(), "behaviour_weight_mean"}
+    assert all(np.isfinite(x) for x in metrics.values())
+    assert learner.batch_size == 64
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_at_lag_zero_the_first_ratio_is_exactly_one(discrete: bool) -> None:
+    spec = EnvSpec("Toy-v0", lambda: None, SPEC.observation, ArraySpec((), "int64", num_values=3))
+    policy = CategoricalPolicy.for_spec(spec) if discrete else GaussianPolicy.for_spec(SPEC)
+    ppo = make_ppo(policy, epochs=1, minibatch_size=64)
+    for seed in range(3):
+        metrics = ppo.update(rollout_of(policy, seed=seed))
+        assert metrics["approx_kl"] == 0
+        assert metrics["clip_fraction"] == 0
+        assert metrics["behaviour_weight_mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_same_data_same_weights() -> None:
+    a, b = make_ppo(), make_ppo()
+    for seed in range(3):
+        batch = rollout_of(a.policy, seed=seed)
+        a.update(batch)
+        b.update(batch)
+    assert same(weights(a), weights(b))
+    other = make_ppo(seed=1)
+    other.update(rollout_of(other.policy))
+    c = make_ppo()
+    c.update(rollout_of(c.policy))
+    assert not same(weights(other), weights(c))
+
+
+def test_the_order_of_arrival_does_not_matter() -> None:
+    a, b = make_ppo(), make_ppo()
+    batch = rollout_of(a.policy)
+    shuffled = random.Random(0).sample(batch.segments, len(batch.segments))
+    a.update(batch)
+    b.update(TrainBatch(shuffled, 0))
+    assert same(weights(a), weights(b))
+
+
+def test_it_learns() -> None:
+    ppo = make_ppo(learning_rate=3e-3, epochs=8)
+    rewards = []
+    for seed in range(40):
+        batch = rollout_of(ppo.policy, seed=seed)
+        rewards.append(np.mean([d.rewards[0] for d in batch.decisions]))
+        ppo.update(batch)
+    assert np.mean(rewards[-5:]) > 0.75 * np.mean(rewards[:5])
+    assert np.mean(rewards[-5:]) > -0.9
+
+
+def test_old_data_are_weighted_and_the_weight_is_capped() -> None:
+    ppo = make_ppo()
+    batch = rollout_of(ppo.policy)
+    for out in {id(d.out.batch): d.out.batch for d in batch.decisions}.values():
+        out.log_prob = out.log_prob - np.float32(1.0)
+    assert ppo.update(batch)["behaviour_weight_mean"] == 2
+
+
+def test_observations_are_counted_after_the_last_step() -> None:
+    ppo = make_ppo()
+    batch = rollout_of(ppo.policy)
+    ppo.update(batch)
+    assert ppo.policy.features.normalizer.count == 64
+    mean = np.mean([np.asarray(d.obs) for d in batch.decisions], 0)
+    np.testing.assert_allclose(ppo.policy.features.normalizer.mean.numpy(), mean, atol=1e-6)
+
+
+def test_annealing_ends_at_zero() -> None:
+    ppo = make_ppo(anneal_updates=2, learning_rate=1e-3)
+    rates, moved = [], []
+    for seed in range(3):
+        before = copy.deepcopy(ppo.parameters)
+        rates.append(ppo.update(rollout_of(ppo.policy, seed=seed))["learning_rate"])
+        moved.append(not same(before, ppo.parameters))
+    assert rates == [1e-3, 5e-4, 0]
+    assert moved == [True, True, False]
+
+
+def test_frozen_parameters_stay() -> None:
+    policy = GaussianPolicy.for_spec(SPEC)
+    policy.log_std.requires_grad_(False)
+    make_ppo(policy).update(rollout_of(policy))
+    assert (policy.log_std == -0.5).all()
+
+
+def test_a_batch_of_the_wrong_size_is_a_bug() -> None:
+    ppo = make_ppo()
+    with pytest.raises(AssertionError, match="48 decisions, not 64"):
+        ppo.update(rollout_of(ppo.policy, num_steps=12))
+
+
+def collated(*segments: Segment) -> Rollout:
+    return hand_learner(sum(len(s.decisions) for s in segments)).collate(TrainBatch(list(segments), 0))
+
+
+def test_the_running_return_goes_on_across_batches_and_ends_with_the_episode() -> None:
+    normalizer = ReturnNormalizer(eps=0.0)
+    first = collated(segment([0, 0], [1, 2], last=0), segment([0], [8], last=0, env=1))
+    second = collated(segment([0], [4], last=0, end="terminated", first=2))
+    third = collated(segment([0], [3], last=0, first=3))
+    third.segments[0].decisions[0].episode = 1
+    for rollout in (first, second, third):
+        normalizer.update(rollout.segments, rollout.reward, rollout.discount)
+    # Running returns with gamma 1/2: 1, 2.5; 8; 4 + 2.5 / 2; and 3 of a new episode.
+    returns = np.array([1, 2.5, 8, 5.25, 3])
+    assert normalizer.mean == pytest.approx(returns.mean())
+    assert normalizer.var == pytest.approx(returns.var())
+    rewards = np.array([2.0, 1e6])
+    np.testing.assert_allclose(normalizer.normalize(rewards), [2 / returns.std(), 10])
+
+
+def test_the_scale_of_rewards_does_not_matter_when_returns_are_normalised() -> None:
+    a, b = make_ppo(), make_ppo(reward_scale=1024.0)
+    batch = rollout_of(a.policy)
+    a.update(batch)
+    b.update(batch)
+    for x, y in zip(weights(a), weights(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "PPOConfig.batch_size=0: must be at least 1"),
+        ({"minibatch_size": 100}, "minibatch_size=100: must be at least 2 and a divisor of batch_size=1024"),
+        ({"minibatch_size": 1}, "minibatch_size=1: must be at least 2"),
+        ({"gamma": 1.5}, "gamma=1.5: must be in 0..1"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan: must be above 0"),
+        ({"discount_unit": "chunk"}, r"discount_unit='chunk': must be one of \('step', 'decision'\)"),
+        ({"behaviour_weight_cap": 0.5}, "behaviour_weight_cap=0.5: must be at least 1"),
+        ({"anneal_updates": 0}, "anneal_updates=0: must be None or at least 1"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig(**options)
+
+
+def test_the_fake_remembers_what_it_consumed() -> None:
+    policy = GaussianPolicy.for_spec(SPEC)
+    a, b, c = (ScriptedLearner(64) for _ in range(3))
+    for learner, seed in ((a, 0), (b, 0), (c, 1)):
+        fake: Learner = learner
+        assert fake.update(rollout_of(policy, seed=seed)) == {"num_updates": 1}
+        assert fake.policy.tolist() == [1.0] * 8
+    assert a.hexdigest == b.hexdigest != c.hexdigest
