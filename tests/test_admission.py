@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -238,7 +237,9 @@ class Model:
         assert ledger.balanced
         assert min(ledger.in_flight, ledger.parked, ledger.buffered) >= 0
         assert (ledger.parked, ledger.buffered) == (len(self.parked), len(self.buffered))
-        assert ledger.in_flight + ledger.parked + ledger.buffered <= self.limit
+        held = ledger.in_flight + ledger.parked + ledger.buffered
+        assert held <= self.limit
+        assert self.per_env or held == self.limit or not self.admission.num_waiting, "credit is free, somebody waits"
 
     def flush(self) -> None:
         self.check()
@@ -288,19 +289,13 @@ class Model:
                 self.check()
                 continue
             self.admission.hungry = False
-            batch, self.buffered = self.buffered[: self.batch_size], self.buffered[self.batch_size :]
-            if self.rng.random() < 0.3:
-                self.buffered = batch[:1] + self.buffered
-                self.lose()
+            if self.rng.random() < 0.3:  # too old: found when the batch is taken
+                self.drop(self.buffered.pop(0), "masked", "buffered")
                 continue
+            batch, self.buffered = self.buffered[: self.batch_size], self.buffered[self.batch_size :]
             self.admission.train(batch)
             self.check()
             await asyncio.sleep(self.rng.choice([0, 1, 5]))
-
-    def lose(self) -> None:
-        """Put a batch of one back and mask the rest."""
-        for env, num in Counter(self.buffered[self.batch_size :]).items():
-            del env, num
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 2), st.booleans())
@@ -318,8 +313,9 @@ def _random_run(model: Model) -> Coroutine[Any, Any, None]:
                 if model.rng.random() < 0.3:
                     model.rng.choice(envs).cancel()
                 model.check()
-            await asyncio.wait(envs, timeout=10_000)
-            await settle()
+            _, pending = await asyncio.wait(envs, timeout=500)
+            # Equal shares stand still once an environment has ended; in a common queue nobody may wait for ever.
+            assert model.per_env or not pending
             consumer.cancel()
         model.check()
 

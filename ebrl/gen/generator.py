@@ -112,6 +112,14 @@ class Generator:
             raise Closed(f"{self.name} is not running: start it with rt.start(generator) before its environments")
         self._queue.put(request)
 
+    async def publish(self, policy: Policy) -> int:
+        """Act with the weights of `policy` from the next batch on; it must not be trained meanwhile.
+
+        Returns:
+            The new version.
+        """
+        return await self.weights.publish(policy, self._lanes[0])
+
     def statistics(self) -> Mapping[str, float]:
         """Batches, requests, mean size, queue and lane time."""
         if self._queue is None:

@@ -13,7 +13,8 @@ from ebrl.core.records import EnvSpec, Episode, Host, Observation, Segment
 from ebrl.core.runtime import Runtime
 from ebrl.core.scope import Scope
 from ebrl.sim.context import EnvContext
-from ebrl.sim.hosts import SimHost, make_hosts
+from ebrl.sim.hosts import SimHost
+from ebrl.sim.placement import make_hosts
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import rollout
 from ebrl.sim.recorder import Recorder

@@ -18,6 +18,7 @@ from ebrl.core.errors import ConfigError, SpaceError, UnknownEnv
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
 from ebrl.sim.simulator import Simulator, construction_lock
 
+Form: TypeAlias = "ArraySpec | Mapping[str, ArraySpec]"
 Factory: TypeAlias = "Callable[..., gymnasium.Env[Any, Any]]"
 
 METAWORLD = "Meta-World/"
@@ -73,12 +74,12 @@ def env_spec(
     return probe(spec)
 
 
-def probe(spec: EnvSpec, observation: ArraySpec | None = None) -> EnvSpec:
+def probe(spec: EnvSpec, read_space: Callable[[Any, str], Form] | None = None) -> EnvSpec:
     """Fill in what only an instance can tell: spaces and numeric info keys.
 
     Args:
         spec: Without them.
-        observation: Declared form of observations, where it is not that of the space.
+        read_space: Instead of `observation_spec`, where the environment's own declaration is not what policies want.
 
     Raises:
         SpaceError: Spaces that EBRL does not serve.
@@ -89,7 +90,7 @@ def probe(spec: EnvSpec, observation: ArraySpec | None = None) -> EnvSpec:
     try:
         if not isinstance(env, gymnasium.Env):
             raise ConfigError(f"{spec.id}: expected the function to make a gymnasium.Env, got {type(env).__name__}")
-        observed = observation or observation_spec(env.observation_space, spec.id)
+        observed = (read_space or observation_spec)(env.observation_space, spec.id)
         spec = replace(spec, observation=observed, action=action_spec(env.action_space, spec.id))
         simulator = Simulator(replace(spec, make=lambda: env, action_repeat=1))
         infos = [simulator.reset(0)[1], simulator.step(neutral_action(spec.action)).info]
@@ -99,7 +100,7 @@ def probe(spec: EnvSpec, observation: ArraySpec | None = None) -> EnvSpec:
     return replace(spec, info_keys=tuple(keys))
 
 
-def observation_spec(space: Any, name: str) -> ArraySpec | dict[str, ArraySpec]:
+def observation_spec(space: Any, name: str) -> Form:
     """Return the form of an observation space: a Box, or a flat Dict of Boxes.
 
     Raises:
@@ -173,23 +174,29 @@ def make_by_id(name: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
     try:
         return gymnasium.make(rest, **{"disable_env_checker": True, **kwargs})
     except gymnasium.error.UnregisteredEnv as error:
-        unknown_env(rest, [*gymnasium.registry, *_metaworld_names()], error)
+        known = {key: key for key in gymnasium.registry} | _metaworld_names()
+        unknown_env(rest, known, ' (your own: env_spec("module:Id-v0"), or a function that makes it)', error)
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def unknown_env(name: str, known: list[str], cause: BaseException | None = None) -> NoReturn:
+def unknown_env(
+    name: str, known: Mapping[str, str], hint: str = "", cause: BaseException | None = None
+) -> NoReturn:
     """Raise with the nearest names.
+
+    Args:
+        name: What was asked for.
+        known: Names to compare with, and how to ask for each.
+        hint: Ends the message.
+        cause: Of the error.
 
     Raises:
         UnknownEnv: Always.
     """
-    lower = {candidate.lower(): candidate for candidate in known}
-    near = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=5, cutoff=0.0)[:5]]
-    raise UnknownEnv(
-        f"no environment {name!r}; the nearest names are {', '.join(near)} "
-        '(your own: env_spec("module:Id-v0"), or a function)'
-    ) from cause
+    lower = {candidate.lower(): shown for candidate, shown in known.items()}
+    near = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=5, cutoff=0.0)]
+    raise UnknownEnv(f"no environment {name!r}; nearest: {', '.join(near)}{hint}") from cause
 
 
 def check_options(horizon: Any, action_repeat: Any, host: Any) -> None:
@@ -218,10 +225,10 @@ def _metaworld(
     return spec
 
 
-def _metaworld_names() -> list[str]:
+def _metaworld_names() -> dict[str, str]:
     if importlib.util.find_spec("metaworld") is None:
-        return []
-    names: list[str] = importlib.import_module("ebrl.sim.envs.metaworld").names()
+        return {}
+    names: dict[str, str] = importlib.import_module("ebrl.sim.envs.metaworld").names()
     return names
 
 

@@ -48,6 +48,14 @@ class EvalReport:
         known = sum(episode.success is not None for episode in self.episodes)
         return wilson(self.success_rate, known) if known else (math.nan, math.nan)
 
+    def describe(self) -> str:
+        """Return one line."""
+        text = f"return {self.mean_return:.2f}"
+        if not math.isnan(self.success_rate):
+            low, high = self.success_interval
+            text += f", success {self.success_rate:.0%} [{low:.0%}, {high:.0%}]"
+        return f"{text} over {len(self.episodes)} episodes"
+
 
 async def evaluate(envs: EpisodeRunner, seeds: Iterable[int]) -> EvalReport:
     """Run one episode per seed and report on all of them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from ebrl.gen.policies.normalizer import ObservationNormalizer
 STATE = "state"
 
 
-class TorchPolicy(nn.Module, ABC):
+class TorchPolicy(nn.Module, metaclass=ABCMeta):
     """Base for your own policy: write `act` and `evaluate`, then run `ebrl.gen.check.check_policy` on it.
 
     Args:

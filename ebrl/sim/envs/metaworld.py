@@ -6,7 +6,6 @@ Importing this module imports metaworld; `ebrl.env_spec("Meta-World/MT1", env_na
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -16,8 +15,7 @@ from metaworld.wrappers import RandomTaskSelectWrapper
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
-from ebrl.sim.simulator import construction_lock
-from ebrl.sim.spec import observation_spec, probe, unknown_env
+from ebrl.sim.spec import probe, unknown_env
 
 MT1 = "Meta-World/MT1"
 MAX_HORIZON = 500
@@ -93,31 +91,27 @@ def metaworld_spec(
         ConfigError: No `env_name`, or a horizon that Meta-World cannot reach.
     """
     if name != MT1:
-        unknown_env(name, names())
+        unknown_env(name, {MT1: MT1})
     env_name = kwargs.get("env_name")
     if env_name is None:
         raise ConfigError(f'{MT1} needs a task: env_spec("{MT1}", env_name="reach-v3")')
     if env_name not in metaworld.ALL_V3_ENVIRONMENTS:
-        unknown_env(env_name, list(metaworld.ALL_V3_ENVIRONMENTS))
+        unknown_env(env_name, {task: task for task in metaworld.ALL_V3_ENVIRONMENTS})
     if horizon is not None and horizon > MAX_HORIZON:
-        raise ConfigError(f"Meta-World ends episodes after {MAX_HORIZON} steps: horizon must not exceed it, got {horizon}")
+        raise ConfigError(f"Meta-World ends episodes after {MAX_HORIZON} steps: horizon must be no more, got {horizon}")
     make = functools.partial(MetaWorldEnv, **kwargs)
     blank = ArraySpec((), "float32")
     spec = EnvSpec(f"{MT1}:{env_name}", make, blank, blank, horizon or MAX_HORIZON, action_repeat, task or env_name,
                    host or "process")
-    with construction_lock:
-        env = make()
-    declared = observation_spec(env.observation_space, spec.id)
-    assert isinstance(declared, ArraySpec)
+    return probe(spec, _observation)
+
+
+def names() -> dict[str, str]:
+    """What can be asked for: its short name, and how to ask for it."""
+    return {MT1: MT1, **{task: f'{MT1} with env_name="{task}"' for task in metaworld.ALL_V3_ENVIRONMENTS}}
+
+
+def _observation(space: Any, name: str) -> ArraySpec:
     # The simulator reports float64, policies want float32: the cast happens once, where observations are checked.
-    observation = replace(declared, dtype="float32", low=_single(declared.low), high=_single(declared.high))
-    return replace(probe(replace(spec, make=lambda: env), observation), make=make)
-
-
-def names() -> list[str]:
-    """What can be asked for, written as one would ask for it."""
-    return [MT1, *(f'{MT1} with env_name="{task}"' for task in metaworld.ALL_V3_ENVIRONMENTS)]
-
-
-def _single(bounds: Array | None) -> Array | None:
-    return None if bounds is None else bounds.astype(np.float32)
+    # Its bounds are of no use: until the first reset they say that the goal is at the origin.
+    return ArraySpec(tuple(space.shape), "float32")

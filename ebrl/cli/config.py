@@ -1,0 +1,116 @@
+"""What ``ebrl train`` can be told; the same records that the library takes."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ebrl.core.errors import ConfigError
+from ebrl.core.records import Host
+from ebrl.train.ppo import PPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a policy with PPO while its environments run.
+
+    Attributes:
+        env: Environment id, as in gymnasium.
+        env_kwargs: Passed to the environment; values are read as Python literals where they are some.
+        horizon: Simulator steps after which an episode is truncated; default: the environment's own.
+        action_repeat: Simulator steps for which each action is applied.
+        num_envs: Environments.
+        host: Where they run; default: what the environment wants.
+        lanes: Threads or processes that share them; default: one thread each, or one process per core.
+        hidden: Widths of the policy's hidden layers.
+        normalize_obs: Scale observations by running statistics.
+        ppo: Options of the learner.
+        updates: Updates at most.
+        max_lag: Versions that a trained decision may be behind; 0: synchronous.
+        target_success: Stop when the greedy policy reaches this success rate on `eval_episodes` fixed seeds.
+        target_return: Stop when the greedy policy reaches this mean return on them.
+        eval_every: Updates between two evaluations.
+        eval_episodes: Episodes of an evaluation.
+        seed: Of everything.
+        deterministic: With ``--max-lag 0``: a run that depends on the seed alone.
+        run_dir: Folder of this run; must not exist. Default: ``runs/<env>-<seed>``.
+        trace: Write ``trace.json`` for ui.perfetto.dev.
+    """
+
+    env: str
+    env_kwargs: dict[str, str] = field(default_factory=dict)
+    horizon: int | None = None
+    action_repeat: int = 1
+    num_envs: int = 16
+    host: Host | None = None
+    lanes: int | None = None
+    hidden: tuple[int, ...] = (64, 64)
+    normalize_obs: bool = True
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    updates: int = 200
+    max_lag: int = 1
+    target_success: float | None = None
+    target_return: float | None = None
+    eval_every: int = 10
+    eval_episodes: int = 100
+    seed: int = 0
+    deterministic: bool = False
+    run_dir: Path | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_envs", "updates", "eval_every", "eval_episodes", "action_repeat"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_lag", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}")
+        if self.target_success is not None and not 0 < self.target_success <= 1:
+            raise ConfigError(f"--target-success must be between 0 and 1, got {self.target_success}")
+        if self.deterministic and self.max_lag:
+            raise ConfigError("--deterministic needs --max-lag 0: with lag, data depend on who was ready first")
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is kept."""
+        if self.run_dir is not None:
+            return self.run_dir
+        name = "-".join([self.env, *self.env_kwargs.values(), str(self.seed)])
+        return Path("runs") / "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is a target to look for."""
+        return self.target_success is not None or self.target_return is not None
+
+    def parsed_env_kwargs(self) -> dict[str, Any]:
+        """`env_kwargs` with Python literals read."""
+        return {name: _literal(text) for name, text in self.env_kwargs.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluate the policy of a run greedily, on fixed seeds; every episode that starts counts.
+
+    Attributes:
+        run: Folder of a run of ``ebrl train``.
+        episodes: How many.
+        seed: Of the list of episodes.
+    """
+
+    run: Path
+    episodes: int = 100
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1:
+            raise ConfigError(f"--episodes must be at least 1, got {self.episodes}")
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,46 @@
+"""``ebrl eval``: how good the policy of a run is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from ebrl.cli import folder as run_folder
+from ebrl.cli.config import EvalConfig, TrainConfig
+from ebrl.cli.train import build
+from ebrl.core.rng import Domain, stream
+from ebrl.core.run import run
+from ebrl.core.runtime import Runtime
+from ebrl.gen.generator import Generator
+from ebrl.sim.group import EnvGroup
+from ebrl.train.evaluate import EvalReport, evaluate
+
+
+def eval_run(config: EvalConfig) -> int:
+    """Run the command.
+
+    Raises:
+        EbrlError: The folder holds no run.
+    """
+    trained = read_config(run_folder.load_config(config.run))
+    spec, policy = build(trained)
+    run_folder.load_policy(policy, config.run)
+
+    async def main() -> EvalReport:
+        async with Runtime(seed=config.seed) as rt:
+            gen = rt.start(Generator(policy, deterministic=True))
+            count = min(trained.num_envs, config.episodes)
+            envs = rt.start(EnvGroup(spec, actor=gen, count=count, lanes=trained.lanes))
+            seeds = stream(config.seed, Domain.EVAL).integers(2**31, size=config.episodes)
+            return await evaluate(envs, [int(seed) for seed in seeds])
+
+    Console().print(run(main()).describe(), soft_wrap=True, highlight=False)
+    return 0
+
+
+def read_config(record: dict[str, Any]) -> TrainConfig:
+    """Make a configuration from what `ebrl.cli.folder.create` wrote; only what describes environment and policy."""
+    names = {"env", "env_kwargs", "horizon", "action_repeat", "num_envs", "host", "lanes", "hidden", "normalize_obs"}
+    values = {name: value for name, value in record.items() if name in names}
+    return TrainConfig(**{**values, "hidden": tuple(values["hidden"])})

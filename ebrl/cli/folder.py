@@ -1,0 +1,69 @@
+"""The folder of a run: ``config.json``, ``metrics.jsonl``, TensorBoard events, ``policy.safetensors``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ebrl import __version__
+from ebrl.cli.config import TrainConfig
+from ebrl.core.errors import ConfigError
+
+
+def refuse_existing(folder: Path) -> None:
+    """Check that a run may be written there.
+
+    Raises:
+        ConfigError: The folder exists.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists: remove it, or choose another folder with --run-dir")
+
+
+def create(folder: Path, config: TrainConfig) -> None:
+    """Make the folder and write the configuration."""
+    folder.mkdir(parents=True)
+    record: dict[str, Any] = {"ebrl": __version__, **dataclasses.asdict(config), "run_dir": str(folder)}
+    (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def save_policy(policy: torch.nn.Module, folder: Path) -> Path:
+    """Write all weights and statistics of a policy, whole or not at all."""
+    path = folder / "policy.safetensors"
+    partial = path.with_suffix(".partial")
+    save_file({name: tensor.contiguous() for name, tensor in policy.state_dict().items()}, partial)
+    partial.replace(path)
+    return path
+
+
+def load_policy(policy: torch.nn.Module, folder: Path) -> None:
+    """Read what `save_policy` wrote into a policy of the same form.
+
+    Raises:
+        ConfigError: There is no policy, or it has another form.
+    """
+    path = folder / "policy.safetensors"
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no policy.safetensors: give the folder of a run of `ebrl train`")
+    try:
+        policy.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        raise ConfigError(f"{path} does not fit the policy of its config.json: {error}") from error
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """Read the configuration of a run.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no config.json: give the folder of a run of `ebrl train`")
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record

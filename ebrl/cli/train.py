@@ -1,0 +1,148 @@
+"""``ebrl train``: from an environment id to a trained policy on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from ebrl.cli import folder as run_folder
+from ebrl.cli.config import TrainConfig
+from ebrl.cli.progress import RunProgress
+from ebrl.core.records import EnvSpec, UpdateReport
+from ebrl.core.rng import Domain, stream
+from ebrl.core.run import run
+from ebrl.core.runtime import Runtime
+from ebrl.core.trace import Trace
+from ebrl.gen.generator import Generator
+from ebrl.gen.policies import TorchPolicy, default_policy
+from ebrl.sim.group import EnvGroup
+from ebrl.sim.spec import env_spec
+from ebrl.train.evaluate import EvalReport, evaluate
+from ebrl.train.metrics import MetricsWriter, flatten
+from ebrl.train.ppo import PPO
+from ebrl.train.trainer import Trainer
+
+
+def train(config: TrainConfig) -> int:
+    """Run the command.
+
+    Returns:
+        Exit status: 0, or 3 when a target was set and not reached.
+
+    Raises:
+        EbrlError: The configuration cannot work; nothing was written.
+    """
+    run_folder.refuse_existing(config.folder)
+    console = Console()
+    spec, policy = build(config)
+    learner = PPO(policy, config.ppo)
+    run_folder.create(config.folder, config)
+    session = Session(config, console, spec, policy, learner)
+    with saving(policy, config, console):
+        run(session.main())
+    return 0 if session.reached or not config.evaluates else 3
+
+
+def build(config: TrainConfig) -> tuple[EnvSpec, TorchPolicy]:
+    """Make the environment's description and an untrained policy for it."""
+    spec = env_spec(
+        config.env,
+        horizon=config.horizon,
+        action_repeat=config.action_repeat,
+        host=config.host,
+        **config.parsed_env_kwargs(),
+    )
+    return spec, default_policy(spec, hidden=config.hidden, normalize=config.normalize_obs, seed=config.seed)
+
+
+@contextmanager
+def saving(policy: TorchPolicy, config: TrainConfig, console: Console) -> Iterator[None]:
+    """Save what was learned, however the run ends."""
+    try:
+        yield
+    finally:
+        path = run_folder.save_policy(policy, config.folder)
+        console.print(f"policy saved to {path}", soft_wrap=True, highlight=False)
+
+
+class Session:
+    """One run of the command."""
+
+    def __init__(
+        self, config: TrainConfig, console: Console, spec: EnvSpec, policy: TorchPolicy, learner: PPO
+    ) -> None:
+        self.reached = False
+        self._config = config
+        self._console = console
+        self._spec = spec
+        self._policy = policy
+        self._learner = learner
+        self._trace = Trace() if config.trace else None
+        self._evaluation: tuple[Generator, EnvGroup] | None = None
+
+    async def main(self) -> None:
+        """Train until a target is reached or all updates are done."""
+        config = self._config
+        progress = RunProgress(self._console, self._spec.id, config.updates)
+        try:
+            async with Runtime(seed=config.seed, deterministic=config.deterministic, trace=self._trace) as rt:
+                gen = rt.start(Generator(self._policy))
+                envs = rt.start(self._group(gen, config.num_envs, "envs"))
+                trainer = Trainer(envs, self._learner, updates=config.updates, max_lag=config.max_lag)
+                with MetricsWriter(config.folder) as metrics, progress:
+                    async for report in rt.start(trainer):
+                        metrics.write(report.env_steps, flatten(report))
+                        progress.show(report, rt.statistics())
+                        if config.evaluates and self._due(report):
+                            result = await self._evaluate(rt)
+                            metrics.write(report.env_steps, evaluation_scalars(report, result))
+                            progress.note(f"after update {report.update}, greedy: {result.describe()}")
+                            if self._meets_target(result):
+                                self.reached = True
+                                break
+            self._say_how_it_ended(report)
+        finally:
+            if self._trace is not None:
+                self._trace.save(config.folder / "trace.json")
+
+    def _group(self, actor: Generator, count: int, name: str) -> EnvGroup:
+        return EnvGroup(self._spec, actor=actor, count=count, lanes=self._config.lanes, name=name)
+
+    def _due(self, report: UpdateReport) -> bool:
+        return report.update % self._config.eval_every == 0 or report.update == self._config.updates
+
+    async def _evaluate(self, rt: Runtime) -> EvalReport:
+        config = self._config
+        if self._evaluation is None:
+            gen = rt.start(Generator(self._policy, deterministic=True, name="eval-gen"))
+            envs = rt.start(self._group(gen, min(config.num_envs, config.eval_episodes), "eval-envs"))
+            self._evaluation = gen, envs
+        gen, envs = self._evaluation
+        await gen.publish(self._policy)
+        seeds = stream(config.seed, Domain.EVAL).integers(2**31, size=config.eval_episodes)
+        return await evaluate(envs, [int(seed) for seed in seeds])
+
+    def _meets_target(self, result: EvalReport) -> bool:
+        config = self._config
+        success = config.target_success is None or result.success_rate >= config.target_success
+        return success and (config.target_return is None or result.mean_return >= config.target_return)
+
+    def _say_how_it_ended(self, report: UpdateReport) -> None:
+        what = f"{report.update} updates, {report.env_steps:,} env steps in {report.elapsed_s:.1f} s"
+        if self._config.evaluates:
+            what = f"target {'reached' if self.reached else 'NOT reached'} after {what}"
+        self._console.print(what, highlight=False)
+
+
+def evaluation_scalars(report: UpdateReport, result: EvalReport) -> dict[str, float]:
+    """Return what is written of an evaluation."""
+    return {
+        "update": report.update,
+        "env_steps": report.env_steps,
+        "elapsed_s": report.elapsed_s,
+        "eval/return": result.mean_return,
+        "eval/success_rate": result.success_rate,
+        "eval/episodes": len(result.episodes),
+    }

@@ -1,0 +1,260 @@
+"""The child of a process host: owns its simulators, and answers until the parent hangs up.
+
+Imports neither torch nor anything of a user interface, so that it starts fast and stays small. Started by
+`ebrl.sim.hosts.ProcessHost`, never by hand.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import spawn
+from typing import Any, Final
+
+from ebrl.core.errors import SimulatorError
+from ebrl.core.records import EnvSpec, StepResult
+from ebrl.sim.shm import CALL, CONTROL, FRAME, HEADER, PLAIN, RESET, STEP, Rows, frame
+from ebrl.sim.simulator import Simulator
+
+FLUSH_S: Final = 5e-5
+"""An answer waits this long for company: steps of microseconds leave together, others at once."""
+
+ORPHAN_S: Final = 5.0
+"""How long a call may still run once the parent is gone."""
+
+_NAN: Final = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """First message: what to build.
+
+    Attributes:
+        spec: Pickled `EnvSpec`; unpickled after the user's main module was imported, if it refers to it.
+        count: How many.
+        max_chunk: Most actions in one step.
+        main_name: Module name of the user's script, if it was started as one.
+        main_path: Its file otherwise; both None when the spec does not refer to it.
+    """
+
+    spec: bytes
+    count: int
+    max_chunk: int
+    main_name: str | None = None
+    main_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on its way to the parent.
+
+    Attributes:
+        error: Pickled, or None when that does not work.
+        summary: One line.
+        text: The traceback here.
+    """
+
+    error: bytes | None
+    summary: str
+    text: str
+
+
+class Role:
+    """Whether this process is a child; a main module without a guard would start children for ever."""
+
+    is_child: bool = False
+
+
+class Worker:
+    """The simulators, and the loop that serves them."""
+
+    def __init__(self, sock: socket.socket, memory_fd: int) -> None:
+        self._sock = sock
+        self._memory_fd = memory_fd
+        self._in = bytearray()
+        self._out = bytearray()
+        self._sims: list[Simulator] = []
+        self._rows: Rows
+        self._keys: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        """Build, serve until the parent hangs up, close."""
+        payload = self._attempt(self._build)
+        self._sock.sendall(CONTROL.to_bytes(2, "little") + frame(payload))
+        gc.collect()
+        gc.freeze()
+        try:
+            self._serve()
+        finally:
+            for sim in self._sims:
+                self._attempt(sim.close)
+
+    def _build(self) -> None:
+        order: Order = pickle.loads(self._read_frame())
+        import_main(order)
+        spec: EnvSpec = pickle.loads(order.spec)
+        self._rows = Rows(spec, order.count, order.max_chunk, self._memory_fd)
+        os.close(self._memory_fd)
+        self._keys = spec.info_keys
+        for _ in range(order.count):
+            self._sims.append(Simulator(spec))
+
+    def _serve(self) -> None:
+        clock = time.perf_counter
+        while self._in or self._receive():
+            began = sent = clock()
+            while len(self._in) >= 2:
+                row = self._in[0] | self._in[1] << 8
+                del self._in[:2]
+                self._answer(row)
+                now = clock()
+                if now - sent > FLUSH_S:
+                    self._flush()
+                    sent = now
+            self._rows.busy_s[0] += clock() - began
+            self._flush()
+            if self._in and not self._receive():  # half a number
+                return
+
+    def _answer(self, row: int) -> None:
+        payload = self._operate(row)
+        self._rows.status[row] = PLAIN if payload is None else FRAME
+        self._out += row.to_bytes(2, "little")
+        if payload is not None:
+            self._out += frame(payload)
+
+    def _operate(self, row: int) -> bytes | None:
+        rows, sim = self._rows, self._sims[row]
+        op = rows.op[row]
+        if op == CALL:
+            request = self._read_frame()
+            return self._attempt(lambda: sim.call(pickle.loads(request)))
+        try:
+            if op == STEP:
+                result = sim.step(rows.actions[row][: rows.num_actions[row]])
+                self._write_step(row, result)
+            else:
+                assert op == RESET
+                self._write(row, *sim.reset(rows.seed[row]))
+        except BaseException as error:  # the border of the process: it travels to the task that asked
+            return pickle.dumps(failure(error))
+        return None
+
+    def _attempt(self, fn: Any) -> bytes:
+        try:
+            return pickle.dumps(fn())
+        except BaseException as error:  # the border of the process: it travels to the task that asked
+            return pickle.dumps(failure(error))
+
+    def _write_step(self, row: int, result: StepResult) -> None:
+        rows, rewards = self._rows, result.rewards
+        start = row * rows.reward_stride
+        for index, reward in enumerate(rewards, start):
+            rows.rewards[index] = reward
+        rows.num_steps[row] = len(rewards)
+        rows.terminated[row] = result.terminated
+        rows.truncated[row] = result.truncated
+        self._write(row, result.obs, result.info)
+
+    def _write(self, row: int, obs: Any, info: dict[str, Any]) -> None:
+        target: Any = self._rows.obs[row]
+        if isinstance(target, dict):
+            for key, array in target.items():
+                array[...] = obs[key]
+        else:
+            target[...] = obs
+        infos = self._rows.infos
+        for index, key in enumerate(self._keys, row * self._rows.num_infos):
+            infos[index] = info.get(key, _NAN)
+
+    def _receive(self) -> bool:
+        data = self._sock.recv(1 << 16)
+        self._in += data
+        return bool(data)
+
+    def _read_frame(self) -> bytes:
+        while len(self._in) < HEADER.size:
+            self._receive_or_leave()
+        end = HEADER.size + HEADER.unpack_from(self._in)[0]
+        while len(self._in) < end:
+            self._receive_or_leave()
+        payload = bytes(self._in[HEADER.size : end])
+        del self._in[:end]
+        return payload
+
+    def _receive_or_leave(self) -> None:
+        if not self._receive():
+            raise ConnectionError("the parent hung up in the middle of a message")
+
+    def _flush(self) -> None:
+        self._sock.sendall(self._out)
+        self._out.clear()
+
+
+def failure(error: BaseException) -> Failure:
+    """Pack an exception; the type survives if it can be pickled there and back."""
+    summary = f"{type(error).__name__}: {error}"
+    text = "".join(traceback.format_exception(error))
+    try:
+        packed = pickle.dumps(error)
+        if type(pickle.loads(packed)) is not type(error):
+            return Failure(None, summary, text)
+    except Exception:  # whatever a user's exception does when pickled
+        return Failure(None, summary, text)
+    return Failure(packed, summary, text)
+
+
+def unpack(payload: bytes) -> tuple[Any, BaseException | None]:
+    """Return what a frame holds, in the parent: a value, or the exception to raise."""
+    value = pickle.loads(payload)
+    if not isinstance(value, Failure):
+        return value, None
+    error: BaseException = SimulatorError(value.summary) if value.error is None else pickle.loads(value.error)
+    error.add_note(f"in the simulator's process:\n{value.text}")
+    return None, error
+
+
+def import_main(order: Order) -> None:
+    """Make the user's script importable under the name ``__main__``, as multiprocessing does."""
+    if order.main_name is not None:
+        spawn._fixup_main_from_name(order.main_name)  # type: ignore[attr-defined]
+    elif order.main_path is not None:
+        spawn.import_main_path(order.main_path)
+
+
+def watch_parent(sock: socket.socket) -> None:
+    """End the process when the parent is gone and a call still runs: nobody would be left to kill it."""
+    poll = select.poll()
+    poll.register(sock, 0)  # only the end of both directions, which a living parent does not bring about
+
+    def wait() -> None:
+        poll.poll()
+        threading.Event().wait(ORPHAN_S)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="ebrl-parent", daemon=True).start()
+
+
+def main() -> None:
+    """Run; descriptors of socket and memory are the arguments."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    Role.is_child = True
+    sock_fd, memory_fd = int(sys.argv[1]), int(sys.argv[2])
+    del sys.argv[1:]
+    for fd in (sock_fd, memory_fd):
+        os.set_inheritable(fd, False)
+    sock = socket.socket(fileno=sock_fd)
+    watch_parent(sock)
+    try:
+        Worker(sock, memory_fd).run()
+    except ConnectionError:  # the parent is gone
+        sys.exit(1)

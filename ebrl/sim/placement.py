@@ -1,0 +1,39 @@
+"""Which simulators share which host."""
+
+from __future__ import annotations
+
+from ebrl.core.errors import ConfigError
+from ebrl.core.pools import Pool
+from ebrl.core.protocols import Machine
+from ebrl.core.records import EnvSpec, Host
+from ebrl.sim.hosts import ProcessHost, SimHost, ThreadHost
+
+MAX_THREADS = 256
+
+
+def make_hosts(
+    spec: EnvSpec, count: int, *, host: Host, lanes: int | None, machine: Machine, pool: Pool, name: str
+) -> list[SimHost]:
+    """Make hosts for `count` simulators; simulator i is number ``i // P`` of host ``i % P``, P being how many there are.
+
+    Args:
+        spec: What to build.
+        count: Simulators.
+        host: Kind of host.
+        lanes: Threads of the one thread host, or number of processes; None: one thread each up to 256, or one
+            process per core.
+        machine: Makes the lanes.
+        pool: Lends a core per working lane.
+        name: Of the group.
+
+    Raises:
+        ConfigError: A process host on a machine that exists as numbers only.
+    """
+    if host == "thread":
+        return [ThreadHost(spec, count, machine, pool, min(count, lanes or MAX_THREADS), name=name)]
+    if not machine.real:
+        raise ConfigError("a virtual machine has no processes: use EnvGroup(host='thread') there")
+    num = min(count, lanes or machine.num_cores)
+    return [
+        ProcessHost(spec, len(range(i, count, num)), machine, pool, f"{name}-process-{i}") for i in range(num)
+    ]

@@ -1,0 +1,119 @@
+"""`Rows`: the memory that a process host shares with its child, one row per simulator; and the words on their socket.
+
+The memory is an anonymous file that both map. It has no name: nothing is left behind however either process ends, and
+no tracker has to be told. Who may touch a row: the parent, until it sends the row's number; then the child, until it
+sends it back.
+
+On the socket: two-byte row numbers, both ways. A number is followed by a frame (eight bytes of length, then a pickle)
+where the row's `op` is `CALL`, or on the way back its `status` is `FRAME`; and always after `CONTROL`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation
+
+RESET: Final = 0
+STEP: Final = 1
+CALL: Final = 2
+
+PLAIN: Final = 0  # status: everything is in the row
+FRAME: Final = 1  # status: a frame follows, with an error or the result of a call
+
+CONTROL: Final = 0xFFFF  # number of no row
+HEADER: Final = struct.Struct("<Q")
+_ALIGN: Final = 64
+
+
+def frame(payload: bytes) -> bytes:
+    """Return `payload` behind its length."""
+    return HEADER.pack(len(payload)) + payload
+
+
+def anonymous_file(size: int) -> int:
+    """Return a descriptor of memory without a name, `size` bytes of zeros; the caller closes it."""
+    try:
+        fd = os.memfd_create("ebrl-rows")
+    except AttributeError:  # not on this operating system
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+class Rows:
+    """Views of the shared memory.
+
+    Scalars are memoryviews, which give Python numbers several times faster than arrays do.
+
+    Attributes:
+        op: ``[k]`` what is asked.
+        status: ``[k]`` how the answer comes.
+        seed: ``[k]`` of a reset.
+        num_actions: ``[k]`` H.
+        num_steps: ``[k]`` simulator steps that ran.
+        terminated: ``[k]``
+        truncated: ``[k]``
+        busy_s: ``[1]`` seconds the child has worked.
+        rewards: ``[k * reward_stride]``
+        infos: ``[k * num_infos]``, NaN where there is none.
+        actions: k arrays ``[max_chunk, *action.shape]``.
+        obs: k arrays, or dictionaries of arrays.
+    """
+
+    def __init__(self, spec: EnvSpec, count: int, max_chunk: int, fd: int | None = None) -> None:
+        """Map the memory.
+
+        Args:
+            spec: Of the simulators.
+            count: k, how many.
+            max_chunk: Most actions in one step.
+            fd: Of an anonymous file; None only computes `size`.
+        """
+        self.reward_stride = max_chunk * spec.action_repeat
+        self.num_infos = len(spec.info_keys)
+        observed = spec.observation
+        parts: Mapping[str, ArraySpec] = {"": observed} if isinstance(observed, ArraySpec) else observed
+        forms: list[tuple[tuple[int, ...], Any]] = [
+            ((count,), np.uint8), ((count,), np.uint8), ((count,), np.int64), ((count,), np.int32),
+            ((count,), np.int32), ((count,), np.uint8), ((count,), np.uint8), ((1,), np.float64),
+            ((count * self.reward_stride,), np.float64), ((count * self.num_infos,), np.float64),
+            ((count, max_chunk, *spec.action.shape), np.dtype(spec.action.dtype)),
+            *(((count, *part.shape), np.dtype(part.dtype)) for part in parts.values()),
+        ]  # fmt: skip
+        offsets, self.size = _place(forms)
+        if fd is None:
+            return
+        memory = mmap.mmap(fd, self.size)
+        arrays: list[Array] = [
+            np.ndarray(shape, dtype, memory, offset) for (shape, dtype), offset in zip(forms, offsets, strict=True)
+        ]
+        (self.op, self.status, self.seed, self.num_actions, self.num_steps, self.terminated, self.truncated,
+         self.busy_s, self.rewards, self.infos) = (_scalars(array) for array in arrays[:10])  # fmt: skip
+        self.actions: list[Array] = [arrays[10][row, ...] for row in range(count)]
+        self.obs: list[Observation] = (
+            [arrays[11][row, ...] for row in range(count)]
+            if isinstance(observed, ArraySpec)
+            else [{key: array[row, ...] for key, array in zip(parts, arrays[11:], strict=True)} for row in range(count)]
+        )
+
+
+def _place(forms: list[tuple[tuple[int, ...], Any]]) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for shape, dtype in forms:
+        offsets.append(end)
+        end += int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        end += -end % _ALIGN
+    return offsets, end
+
+
+def _scalars(array: Array) -> memoryview:
+    return array.data

@@ -1,0 +1,289 @@
+"""The runtime: services by name, the order of the end, errors, settings of the interpreter, lost lanes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+
+import pytest
+
+from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.machine import LocalMachine
+from ebrl.core.protocols import Lane
+from ebrl.core.runtime import SWITCH_INTERVAL_S, YOUNG_THRESHOLD, Runtime
+from ebrl.core.testing import settle
+from ebrl.core.virtual import VirtualMachine
+from tests.helpers import virtually
+
+
+class Recording:
+    """A service that writes down what happens to it."""
+
+    def __init__(
+        self,
+        name: str,
+        log: list[str],
+        *,
+        error: Exception | None = None,
+        error_at_end: Exception | None = None,
+        error_in_aclose: Exception | None = None,
+    ) -> None:
+        self.name = name
+        self.log = log
+        self.error = error
+        self.error_at_end = error_at_end
+        self.error_in_aclose = error_in_aclose
+        self.deadline_s = -1.0
+        self.lane: Lane | None = None
+
+    def open(self, runtime: Runtime) -> None:
+        self.lane = runtime.machine.lane("sim", f"{self.name}-lane")
+        self.log.append(f"open {self.name}")
+
+    async def serve(self) -> None:
+        self.log.append(f"serve {self.name}")
+        try:
+            if self.error is not None:
+                await asyncio.sleep(1)
+                raise self.error
+            await asyncio.Event().wait()
+        finally:
+            self.log.append(f"end {self.name}")
+            if self.error_at_end is not None:
+                raise self.error_at_end
+
+    def statistics(self) -> Mapping[str, float]:
+        return {"entries": float(len(self.log))}
+
+    async def aclose(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.log.append(f"close {self.name}")
+        if self.error_in_aclose is not None:
+            raise self.error_in_aclose
+
+
+def make_runtime(**kwargs: float) -> Runtime:
+    return Runtime(VirtualMachine({}), **kwargs)  # type: ignore[arg-type]  # floats stand for whatever is tested
+
+
+def closed(service: Recording) -> bool:
+    """Whether the machine has closed the lane of a service."""
+    assert service.lane is not None
+    try:
+        service.lane.run(int).cancel()
+    except Closed:
+        return True
+    return False
+
+
+@virtually
+async def test_services_end_in_reverse_order() -> None:
+    log: list[str] = []
+    async with make_runtime() as runtime:
+        for name in ("gen", "envs", "trainer"):
+            runtime.start(Recording(name, log))
+        await settle()
+        del log[:]
+    assert log == [f"{what} {name}" for name in ("trainer", "envs", "gen") for what in ("end", "close")]
+
+
+@virtually
+async def test_names_are_unique_and_statistics_carry_them() -> None:
+    log: list[str] = []
+    async with make_runtime() as runtime:
+        services = [runtime.start(Recording("envs", log)) for _ in range(3)]
+        await settle()
+        assert set(runtime.statistics()) == {"envs", "envs-2", "envs-3"}
+        await runtime.stop(services[1])
+        assert log[-2:] == ["end envs", "close envs"]
+        assert set(runtime.statistics()) == {"envs", "envs-3"}
+    assert log.count("close envs") == 3
+
+
+@virtually
+async def test_an_error_in_a_service_ends_the_run_and_leaves_as_a_group() -> None:
+    log: list[str] = []
+    with pytest.raises(ExceptionGroup) as caught:
+        async with make_runtime() as runtime:
+            runtime.start(Recording("good", log))
+            runtime.start(Recording("bad", log, error=ValueError("broken")))
+            await asyncio.Event().wait()
+    assert caught.group_contains(ValueError, match="broken")
+    assert log[-4:] == ["end bad", "close bad", "end good", "close good"]
+
+
+@virtually
+async def test_an_error_of_the_body_still_closes_everything() -> None:
+    log: list[str] = []
+    with pytest.raises(ExceptionGroup) as caught:
+        async with make_runtime() as runtime:
+            runtime.start(Recording("envs", log))
+            await settle()
+            raise KeyError("body")
+    assert caught.group_contains(KeyError)
+    assert log[-2:] == ["end envs", "close envs"]
+
+
+@virtually
+async def test_an_error_at_the_end_of_a_service_does_not_stop_the_others_from_closing() -> None:
+    log: list[str] = []
+    services = [Recording("first", log), Recording("second", log, error_at_end=ValueError("late"))]
+    with pytest.raises(ExceptionGroup) as caught:
+        async with make_runtime() as runtime:
+            for service in services:
+                runtime.start(service)
+            await settle()
+    assert caught.group_contains(ValueError, match="late")
+    assert log[-4:] == ["end second", "close second", "end first", "close first"]
+    assert all(map(closed, services))
+
+
+@virtually
+async def test_an_error_in_aclose_does_not_stop_the_others_from_closing() -> None:
+    log: list[str] = []
+    services = [Recording("first", log), Recording("second", log, error_in_aclose=ValueError("late"))]
+    with pytest.raises((ExceptionGroup, ValueError)):
+        async with make_runtime() as runtime:
+            for service in services:
+                runtime.start(service)
+            await settle()
+    assert log[-4:] == ["end second", "close second", "end first", "close first"]
+    assert all(map(closed, services))
+
+
+@virtually
+async def test_cancelling_the_owner_closes_everything() -> None:
+    log: list[str] = []
+
+    async def owner() -> None:
+        async with make_runtime() as runtime:
+            runtime.start(Recording("envs", log))
+            await asyncio.Event().wait()
+
+    async with make_runtime() as outer:
+        task = outer.spawn(owner(), "owner")
+        await settle()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    assert log[-2:] == ["end envs", "close envs"]
+
+
+@virtually
+async def test_services_share_one_deadline() -> None:
+    log: list[str] = []
+
+    class Slow(Recording):
+        async def aclose(self, deadline_s: float) -> None:
+            await super().aclose(deadline_s)
+            await asyncio.sleep(min(1.0, deadline_s))
+
+    services = [Slow(name, log) for name in "abc"]
+    async with make_runtime(grace_s=1.5) as runtime:
+        for service in services:
+            runtime.start(service)
+        await settle()
+        began = asyncio.get_running_loop().time()
+    assert [service.deadline_s for service in reversed(services)] == [1.5, 0.5, 0.0]
+    assert asyncio.get_running_loop().time() - began == 1.5
+
+
+@virtually
+async def test_a_runtime_is_used_inside_its_block_only() -> None:
+    log: list[str] = []
+    runtime = make_runtime()
+    with pytest.raises(Closed, match="envs was started outside"):
+        runtime.start(Recording("envs", log))
+    async with runtime:
+        assert await runtime.spawn(asyncio.sleep(1, "done"), "task") == "done"
+    with pytest.raises(Closed, match="outside"):
+        runtime.start(Recording("envs", log))
+    with pytest.raises(Closed, match="task late"):
+        runtime.spawn(asyncio.sleep(0), "late")
+    with pytest.raises(Closed, match="entered once"):
+        async with runtime:
+            pass
+    assert log == []
+
+
+@pytest.mark.parametrize(("values", "message"), [({"seed": -1}, "seed"), ({"grace_s": 0}, "grace_s")])
+def test_bad_values(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_runtime(**values)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("body")])
+def test_the_settings_of_the_interpreter_are_restored(error: Exception | None) -> None:
+    before = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
+
+    async def main() -> None:
+        async with make_runtime() as runtime:
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+            assert gc.get_threshold() == (YOUNG_THRESHOLD, *before[1][1:])
+            runtime.boundary()
+            assert gc.get_freeze_count() > 0
+            runtime.boundary()
+            if error is not None:
+                raise error
+
+    if error is None:
+        asyncio.run(main())
+    else:
+        with pytest.raises(ExceptionGroup):
+            asyncio.run(main())
+    assert (sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+@virtually
+async def test_the_pools_of_a_runtime() -> None:
+    runtime = Runtime(VirtualMachine({}, num_cores=3))
+    assert runtime.resources.pool("cores").units == 3
+
+
+class Stuck(Recording):
+    """A service whose only call does not return before the test says so."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__(name, log)
+        self.begun = threading.Event()
+        self.release = threading.Event()
+
+    async def serve(self) -> None:
+        assert self.lane is not None
+        await self.lane.run(self.never_returns)
+
+    def never_returns(self) -> None:
+        self.begun.set()
+        self.release.wait(10)
+
+
+def test_a_lane_whose_call_runs_past_the_deadline_is_named_with_its_stack(caplog: pytest.LogCaptureFixture) -> None:
+    stuck, good = Stuck("stuck", []), Recording("good", [])
+
+    async def main() -> None:
+        async with Runtime(LocalMachine(1), grace_s=0.05) as runtime:
+            runtime.start(good)
+            runtime.start(stuck)
+            assert await asyncio.to_thread(stuck.begun.wait, 10)
+
+    with caplog.at_level(logging.ERROR, "ebrl"):
+        asyncio.run(main())
+    stuck.release.set()
+    assert "lane stuck-lane is lost" in caplog.text
+    assert "in never_returns" in caplog.text
+    assert "ended without stuck-lane" in caplog.text
+    assert "good-lane" not in caplog.text
+
+
+def test_the_default_machine_leaves_no_thread_behind() -> None:
+    async def main() -> int:
+        async with Runtime(seed=1) as runtime:
+            service = runtime.start(Recording("envs", []))
+            assert service.lane is not None
+            return await service.lane.run(threading.get_ident)
+
+    assert asyncio.run(main()) != threading.get_ident()

@@ -1,0 +1,291 @@
+"""Virtual time: jumps, deadlocks with a table, threads, queueing for servers, determinism."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from ebrl.core.errors import Closed, Deadlock
+from ebrl.core.pools import Pool
+from ebrl.core.scope import Scope
+from ebrl.core.testing import Sequencer, no_leaks, settle
+from ebrl.core.virtual import VirtualMachine, run_virtual
+from tests.helpers import virtually
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@virtually
+async def test_sleeping_costs_no_time() -> None:
+    began = time.monotonic()
+    await asyncio.sleep(86_400 * 30)
+    assert now() == pytest.approx(86_400 * 30)
+    assert time.monotonic() - began < 1
+
+
+@virtually
+async def test_timeouts_count_virtual_seconds() -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(3600):
+            await asyncio.Event().wait()
+    assert now() == pytest.approx(3600)
+
+
+@pytest.mark.slow
+def test_a_thousand_tasks_with_a_hundred_sleeps_each() -> None:
+    order: list[tuple[float, int]] = []
+
+    async def sleeper(number: int) -> None:
+        for _ in range(100):
+            await asyncio.sleep(1)
+        order.append((now(), number))
+
+    async def main() -> None:
+        async with Scope() as scope:
+            await asyncio.wait([scope.start(sleeper(i), f"sleeper-{i}") for i in range(1000)])
+
+    began = time.process_time()
+    run_virtual(main())
+    assert time.process_time() - began < 5
+    assert [number for _, number in order] == list(range(1000))
+    assert {seconds for seconds, _ in order} == {100.0}
+
+
+def test_a_deadlock_is_an_error_with_a_table() -> None:
+    async def waits_for_ever() -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with Scope() as scope:
+            await asyncio.sleep(5)
+            task = scope.start(waits_for_ever(), "stuck-one")
+            await asyncio.wait([task])
+
+    with pytest.raises(Deadlock) as caught:
+        run_virtual(main())
+    table = str(caught.value)
+    assert "stuck-one: waits_for_ever (line " in table
+    assert "main (line " in table
+    assert "wait (line " in table
+
+
+def test_a_deadlock_unwinds_everybody() -> None:
+    seen: list[str] = []
+
+    async def stuck(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append(name)
+
+    async def main() -> None:
+        async with Scope() as scope:
+            tasks = [scope.start(stuck("a"), "a"), scope.start(stuck("b"), "b")]
+            try:
+                await asyncio.wait(tasks)
+            finally:
+                seen.append("main")
+
+    with pytest.raises(Deadlock):
+        run_virtual(main())
+    assert sorted(seen) == ["a", "b", "main"]
+
+
+def test_a_deadlock_is_raised_whatever_main_makes_of_its_cancellation() -> None:
+    async def raises() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("something else") from None
+
+    async def returns() -> int:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return 5
+        return 6
+
+    for main in (raises, returns):
+        with pytest.raises(Deadlock, match="nothing is scheduled"):
+            run_virtual(main())
+
+
+@pytest.mark.leaks("main refuses to end, so it is still there when the loop is closed")
+def test_a_second_deadlock_of_the_same_run_ends_it() -> None:
+    async def main() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock, match="wait again"):
+        run_virtual(main())
+
+
+@virtually
+async def test_the_clock_stands_while_a_thread_works() -> None:
+    release = threading.Event()
+    async with Scope() as scope:
+        scope.start(_release_after(release, 0.0), "release")
+        assert await asyncio.to_thread(release.wait, 10)
+    assert now() == 0.0
+
+
+async def _release_after(event: threading.Event, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    event.set()
+
+
+@virtually
+async def test_threads_and_timers_together() -> None:
+    async with Scope() as scope:
+        sleeper = scope.start(asyncio.sleep(7), "sleeper")
+        assert await asyncio.to_thread(sum, range(1000)) == 499_500
+        assert not sleeper.done()
+        await sleeper
+    assert now() == 7
+
+
+@virtually
+async def test_settle_waits_until_all_others_are_blocked() -> None:
+    seen: list[int] = []
+
+    async def busy() -> None:
+        for i in range(50):
+            await asyncio.sleep(0)
+            seen.append(i)
+        await asyncio.sleep(1)
+        seen.append(-1)
+
+    async with Scope() as scope:
+        scope.start(busy(), "busy")
+        await settle()
+        assert (len(seen), now()) == (50, 0.0)
+        await asyncio.sleep(2)
+        assert seen[-1] == -1
+
+
+def test_settle_needs_virtual_time() -> None:
+    with pytest.raises(RuntimeError, match="run_virtual"):
+        asyncio.run(settle())
+
+
+@virtually
+async def test_sequencer() -> None:
+    order, sequence = list[int](), Sequencer()
+
+    async def at(position: int) -> None:
+        async with sequence(position):
+            await asyncio.sleep(3 - position)
+            order.append(position)
+
+    async with Scope() as scope:
+        await asyncio.wait([scope.start(at(position), f"{position}") for position in (2, 0, 3, 1)])
+    assert order == [0, 1, 2, 3]
+
+
+def test_leak_check_names_the_thread() -> None:
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, name="forgotten")
+    with pytest.raises(AssertionError, match="forgotten"), no_leaks(patience_s=0.01):
+        thread.start()
+    release.set()
+    thread.join()
+
+
+@virtually
+async def test_lanes_queue_for_their_servers_exactly() -> None:
+    machine = VirtualMachine({"sim": lambda n, rng: 1.0, "gen": lambda n, rng: 0.5 + 0.25 * n}, num_cores=2)
+    lanes = [machine.lane("sim", f"sim-{i}") for i in range(5)]
+    gen = machine.lane("gen", "gen-0")
+    ends: dict[str, float] = {}
+
+    def done(name: str) -> None:
+        ends[name] = now()
+
+    await asyncio.gather(*(lane.run(done, lane.name) for lane in lanes), gen.run(done, "gen", n=6))
+    assert ends == {"sim-0": 1, "sim-1": 1, "sim-2": 2, "sim-3": 2, "sim-4": 3, "gen": 2}
+    assert [lane.busy_s for lane in lanes] == [1.0] * 5
+
+
+@virtually
+async def test_one_lane_runs_one_call_at_a_time_in_order() -> None:
+    machine = VirtualMachine({"sim": lambda n, rng: float(n)}, num_cores=4)
+    lane, order = machine.lane("sim", "sim-0"), list[tuple[str, float]]()
+    await asyncio.gather(*(lane.run(lambda x=x: order.append((x, now())), n=n) for x, n in (("a", 3), ("b", 1), ("c", 0))))
+    assert order == [("a", 3.0), ("b", 4.0), ("c", 4.0)]
+
+
+@virtually
+async def test_the_number_of_servers_of_a_kind_can_be_set() -> None:
+    machine = VirtualMachine({"gen": lambda n, rng: 1.0}, servers={"gen": 3})
+    await asyncio.gather(*(machine.lane("gen", f"gen-{i}").run(int) for i in range(7)))
+    assert now() == 3.0
+
+
+@virtually
+async def test_a_pool_beside_the_servers() -> None:
+    machine, pool = VirtualMachine({"sim": lambda n, rng: 1.0}, num_cores=8), Pool("cores", 2)
+    lanes = [machine.lane("sim", f"sim-{i}", pool) for i in range(6)]
+    await asyncio.gather(*(lane.run(int) for lane in lanes))
+    assert (now(), pool.statistics().free) == (3.0, 2)
+
+
+@virtually
+async def test_a_cancelled_call_takes_no_time_and_errors_travel() -> None:
+    machine = VirtualMachine({"sim": lambda n, rng: 1.0})
+    lane, ran = machine.lane("sim", "sim-0"), list[int]()
+    first, second, third = (lane.run(ran.append, i) for i in range(3))
+    await settle()
+    second.cancel()
+    await third
+    assert (ran, now(), first.done()) == ([0, 2], 2.0, True)
+    with pytest.raises(ZeroDivisionError):
+        await lane.run(divmod, 1, 0)
+
+
+@virtually
+async def test_a_closed_lane_runs_nothing_that_has_not_begun() -> None:
+    machine = VirtualMachine({"sim": lambda n, rng: 1.0})
+    lane, ran = machine.lane("sim", "sim-0"), list[int]()
+    running, queued = lane.run(ran.append, 0), lane.run(ran.append, 1)
+    await settle()
+    assert await machine.aclose(deadline_s=1) == []
+    await running
+    assert ran == [0]
+    assert queued.cancelled()
+    with pytest.raises(Closed, match="sim-0"):
+        lane.run(int)
+
+
+def test_latencies_depend_on_the_seed_and_the_lane_alone() -> None:
+    async def main(seed: int, others: int) -> list[float]:
+        machine = VirtualMachine({"sim": lambda n, rng: float(rng.exponential())}, seed=seed)
+        lane, ends = machine.lane("sim", "sim-0"), list[float]()
+        rest = [machine.lane("sim", f"sim-{i + 1}") for i in range(others)]
+        noise = [other.run(int) for other in rest for _ in range(3)]
+        for _ in range(5):
+            await lane.run(lambda: ends.append(now()))
+        await asyncio.gather(*noise)
+        return ends
+
+    assert run_virtual(main(0, 0)) == run_virtual(main(0, 5))
+    assert run_virtual(main(0, 0)) != run_virtual(main(1, 0))
+
+
+def test_a_thread_pool_that_is_shut_down_does_not_stop_the_clock() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(int)
+        await loop.shutdown_default_executor()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            await asyncio.to_thread(int)
+        await asyncio.sleep(1)
+        return now()
+
+    assert run_virtual(main()) == 1.0
