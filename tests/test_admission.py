@@ -228,7 +228,7 @@ class Model:
         self.parked: list[int] = []
         self.buffered: list[int] = []
         self.arrived: list[int] = []
-        self.served: list[int] = []
+        self.tasks: list[asyncio.Task[None]] = []
         self.per_env = per_env
         self.admission.open(batch_size, max_lag, per_env=per_env, on_starved=self.flush)
 
@@ -239,6 +239,8 @@ class Model:
         assert (ledger.parked, ledger.buffered) == (len(self.parked), len(self.buffered))
         held = ledger.in_flight + ledger.parked + ledger.buffered
         assert held <= self.limit
+        assert sum(self.admission._held) == held
+        assert min(self.admission._held) >= 0
         assert self.per_env or held == self.limit or not self.admission.num_waiting, "credit is free, somebody waits"
 
     def flush(self) -> None:
@@ -295,6 +297,8 @@ class Model:
             batch, self.buffered = self.buffered[: self.batch_size], self.buffered[self.batch_size :]
             self.admission.train(batch)
             self.check()
+            if self.rng.random() < 0.3:  # in the turn in which waiters got credit, before they know of it
+                self.rng.choice(self.tasks).cancel()
             await asyncio.sleep(self.rng.choice([0, 1, 5]))
 
 
@@ -308,6 +312,7 @@ def _random_run(model: Model) -> Coroutine[Any, Any, None]:
         async with Scope() as scope:
             consumer = scope.start(model.consumer(), "consumer")
             envs = [scope.start(model.env(env), f"env-{env}") for env in range(model.num_envs)]
+            model.tasks.extend(envs)
             for _ in range(15):
                 await asyncio.sleep(model.rng.choice([0, 1, 3]))
                 if model.rng.random() < 0.3:

@@ -46,7 +46,7 @@ def test_python_blocks_run(document: str) -> None:
             continue
         for old, new in REPLACE.findall(comments):
             assert old in code, f"{document}: nothing to replace: {old}"
-            code = code.replace(old, new)  # noqa: PLW2901
+            code = code.replace(old, new)
         exec(compile(code, document, "exec"), namespace)
 
 

@@ -31,7 +31,9 @@ def test_calls_run_in_order_on_one_named_thread() -> None:
         machine, seen = LocalMachine(2), list[tuple[int, str]]()
         lane = machine.lane("sim", "sim-0")
         assert lane.name == "sim-0"
-        await asyncio.gather(*(lane.run(lambda i=i: seen.append((i, threading.current_thread().name))) for i in range(50)))
+        await asyncio.gather(
+            *(lane.run(lambda i=i: seen.append((i, threading.current_thread().name))) for i in range(50))
+        )
         assert seen == [(i, "ebrl-sim-0") for i in range(50)]
         assert await lane.run(divmod, 7, 2, n=3) == (3, 1)
         assert lane.busy_s > 0
@@ -174,7 +176,8 @@ def test_closing_waits_for_the_running_call() -> None:
         await running(begun)
         asyncio.get_running_loop().call_soon(release.set)
         assert await machine.aclose(deadline_s=10) == []
-        assert not lane.thread.is_alive() or lane.thread.join(5) is None
+        await asyncio.to_thread(lane.thread.join, 5)
+        assert not lane.thread.is_alive()
 
     asyncio.run(main())
 

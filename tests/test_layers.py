@@ -60,7 +60,8 @@ def internal(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", of("core"), ids=relative)
 def test_core_imports_only_itself_numpy_and_the_standard_library(path: Path) -> None:
     assert internal(path) <= {"core"}
-    heavy = {"torch", "gymnasium", "uvloop", "tyro", "rich", "safetensors", "tensorboardX"}
+    heavy = {"torch", "gymnasium", "tyro", "rich", "safetensors", "tensorboardX"}
+    heavy |= {"uvloop"} if relative(path) != "core/run.py" else set()  # which goes on where it is missing
     exempt = relative(path) == "core/protocols.py"  # names tensors in annotations
     assert not packages(path, type_checking=not exempt) & heavy
 
@@ -109,7 +110,8 @@ sys.meta_path.insert(0, Blocked())
 import importlib, pkgutil
 package = importlib.import_module(PACKAGE)
 for module in pkgutil.walk_packages(package.__path__, PACKAGE + "."):
-    importlib.import_module(module.name)
+    if not module.name.startswith("ebrl.sim.envs."):  # an adapter may import its simulator
+        importlib.import_module(module.name)
 """
 FRONT = {"gymnasium", "uvloop", "tyro", "rich", "tensorboardX"}
 

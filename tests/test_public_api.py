@@ -25,6 +25,7 @@ NAMES = [
     "PPO",
     "PPOConfig",
     "Policy",
+    "PolicyOut",
     "Runtime",
     "TorchPolicy",
     "Trace",

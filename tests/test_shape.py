@@ -117,17 +117,24 @@ def test_habits(path: Path) -> None:
                 wrong.append(f"{node.lineno}: {called}")
             if called in ("np.random.seed", "random.seed", "torch.manual_seed", "torch.random.manual_seed"):
                 wrong.append(f"{node.lineno}: global random numbers")
-            if called == "time.sleep" or (called == "asyncio.sleep" and polls(node, path)):
+            if called in ("time.sleep", "asyncio.sleep") and polls(node, path):
                 wrong.append(f"{node.lineno}: {called} as a poll")
-    ignores = [f"{n}: type: ignore without code" for n, line in enumerate(path.read_text().splitlines(), 1)
-               if "type: ignore" in line and "type: ignore[" not in line]
+    ignores = [
+        f"{n}: type: ignore without code"
+        for n, line in enumerate(path.read_text().splitlines(), 1)
+        if "type: ignore" in line and "type: ignore[" not in line
+    ]
     assert not wrong + ignores
 
 
 def polls(call: ast.Call, path: Path) -> bool:
     """Whether a sleep stands in a ``while`` loop, which is how polling looks."""
-    return any(call.lineno == inner.lineno for loop in nodes(path, ast.While) for inner in ast.walk(loop)
-               if isinstance(inner, ast.Call))
+    return any(
+        call.lineno == inner.lineno
+        for loop in nodes(path, ast.While)
+        for inner in ast.walk(loop)
+        if isinstance(inner, ast.Call)
+    )
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=relative)

@@ -41,7 +41,13 @@ def test_equal_runs_have_equal_digests() -> None:
 
 def test_the_digest_sees_every_field() -> None:
     digests = set()
-    for span in (("a", "b", 0.0, 1.0), ("c", "b", 0.0, 1.0), ("a", "c", 0.0, 1.0), ("a", "b", 0.5, 1.0), ("a", "b", 0, 2)):
+    for span in (
+        ("a", "b", 0.0, 1.0),
+        ("c", "b", 0.0, 1.0),
+        ("a", "c", 0.0, 1.0),
+        ("a", "b", 0.5, 1.0),
+        ("a", "b", 0, 2),
+    ):
         trace = Trace()
         trace.span(*span)
         digests.add(trace.digest())

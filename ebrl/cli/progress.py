@@ -32,7 +32,11 @@ class RunProgress:
         self._console = console
         self._title = title
         self._bar = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
         )
         self._task = self._bar.add_task(title, total=updates)
         self._live = Live(self._bar, console=console, refresh_per_second=8, transient=False)

@@ -70,9 +70,7 @@ def saving(policy: TorchPolicy, config: TrainConfig, console: Console) -> Iterat
 class Session:
     """One run of the command."""
 
-    def __init__(
-        self, config: TrainConfig, console: Console, spec: EnvSpec, policy: TorchPolicy, learner: PPO
-    ) -> None:
+    def __init__(self, config: TrainConfig, console: Console, spec: EnvSpec, policy: TorchPolicy, learner: PPO) -> None:
         self.reached = False
         self._config = config
         self._console = console

@@ -115,13 +115,17 @@ class Admission:
     async def start(self, env: int) -> None:
         """Wait for a credit, first come first served. Cancellation gives it back."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((env, future))
-        self._look()
+        entry = (env, future)
+        self._waiters.append(entry)
+        self._pump()
         try:
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
+            if not future.cancelled():
                 self.undo(env)
+            elif entry in self._waiters:
+                self._waiters.remove(entry)
+                self._pump()
             raise
 
     def undo(self, env: int) -> None:
@@ -187,9 +191,7 @@ class Admission:
 
     def ledger(self) -> Ledger:
         """Where all started decisions are."""
-        return Ledger(
-            self._started, self._trained, dict(self._dropped), self._buffered, self._parked, self._in_flight
-        )
+        return Ledger(self._started, self._trained, dict(self._dropped), self._buffered, self._parked, self._in_flight)
 
     def _may(self, env: int) -> bool:
         if self._quota is not None:

@@ -238,8 +238,9 @@ class ThreadLane:
             return True
         frame = sys._current_frames().get(self.thread.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else "(no stack)"
-        logger.error("lane %s is lost: its call did not return within %.1f s; it runs here:\n%s",
-                     self._name, deadline_s, stack)
+        logger.error(
+            "lane %s is lost: its call did not return within %.1f s; it runs here:\n%s", self._name, deadline_s, stack
+        )
         return False
 
     def _work(self) -> None:

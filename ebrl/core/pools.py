@@ -1,7 +1,7 @@
 """`Pool`: integer units of one resource, lent as leases: *how many* may work at once.
 
-A pool is work-conserving (a free unit never waits while somebody wants it), first come first served, and never
-overdrawn. Rate limiters were measured and rejected for this job: a limit of 8 kept 8 cores at 1.00, a limiter with
+A pool is work-conserving (a free unit never waits while the first in the queue can use it), first come first served,
+and never overdrawn. Rate limiters were measured and rejected for this job: a limit of 8 kept 8 cores at 1.00, a limiter with
 predicted cost at .76 to .90. Who is next when stages contend will be the business of token buckets, which rank the
 waiters of a pool; their place is between `Pool.request` and the queue.
 
@@ -150,11 +150,18 @@ class Pool:
             PoolError: More than the pool has.
         """
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        ticket = self.request(units, future.set_result, who)
+
+        def grant(lease: Lease) -> None:
+            if future.done():  # cancelled in this very turn
+                lease.release()
+            else:
+                future.set_result(lease)
+
+        ticket = self.request(units, grant, who)
         try:
             return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
+            if not future.cancelled():
                 future.result().release()
             ticket.cancel()
             raise

@@ -113,7 +113,7 @@ class Runtime:
         for name, (other, task) in list(self._services.items()):
             if other is service:
                 del self._services[name]
-                await self._end(service, task, self._grace_s)
+                await self._end(service, task, asyncio.get_running_loop().time() + self._grace_s)
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Run a task of the caller's that ends with the runtime, and whose error ends it."""
@@ -132,6 +132,7 @@ class Runtime:
         if not self._frozen:
             self._frozen = True
             gc.freeze()
+            self._exit.callback(gc.unfreeze)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -143,9 +144,10 @@ class Runtime:
         interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
         self._exit.callback(sys.setswitchinterval, interval)
         self._exit.callback(gc.set_threshold, *thresholds)
-        self._exit.callback(gc.unfreeze)
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, interval))
-        gc.set_threshold(max(YOUNG_THRESHOLD, thresholds[0]), *thresholds[1:])
+        if thresholds[0]:  # 0: the user has switched collection off
+            gc.set_threshold(max(YOUNG_THRESHOLD, thresholds[0]), *thresholds[1:])
+        self._frozen = gc.get_freeze_count() > 0  # by somebody else, who may still need it
 
     async def _close(self) -> None:
         await finish(self._end_all(), "ebrl-close")
@@ -153,14 +155,19 @@ class Runtime:
     async def _end_all(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_s
-        for service, task in reversed(self._services.values()):
-            await self._end(service, task, max(0.0, deadline - loop.time()))
-        self._services.clear()
-        lost = await self.machine.aclose(deadline_s=max(0.05, deadline - loop.time()))
-        if lost:
-            logger.error("ended without %s: their calls never returned", ", ".join(lost))
 
-    async def _end(self, service: Service, task: asyncio.Task[None], deadline_s: float) -> None:
+        async def end_lanes() -> None:
+            lost = await self.machine.aclose(deadline_s=max(0.05, deadline - loop.time()))
+            if lost:
+                logger.error("ended without %s: their calls never returned", ", ".join(lost))
+
+        async with AsyncExitStack() as stack:  # an error in one of them does not keep the others from closing
+            stack.push_async_callback(end_lanes)
+            for service, task in self._services.values():
+                stack.push_async_callback(self._end, service, task, deadline)
+            self._services.clear()
+
+    async def _end(self, service: Service, task: asyncio.Task[None], deadline: float) -> None:
         task.cancel()
         await asyncio.wait([task])
-        await service.aclose(deadline_s)
+        await service.aclose(max(0.0, deadline - asyncio.get_running_loop().time()))

@@ -42,7 +42,7 @@ class Scope:
 
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # in the order of their start, which cancellation follows
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -56,8 +56,8 @@ class Scope:
             name: Shown in traces, logs and deadlock tables.
         """
         task = self._group.create_task(coro, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     def cancel(self) -> None:

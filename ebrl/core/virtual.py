@@ -69,22 +69,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def run_until_complete(self, future: Awaitable[T]) -> T:
         """Run; a deadlock replaces whatever the cancelled main task made of it."""
-        outer, self._main = self._main, asyncio.ensure_future(future, loop=self)
+        main = asyncio.ensure_future(future, loop=self)
+        outer, self._main = self._main, main
         try:
-            result: T = super().run_until_complete(self._main)
-        except BaseException as error:
-            stalled, self._stalled = self._stalled, None
-            if stalled is not None:
-                raise stalled from error
-            raise
+            return super().run_until_complete(main)
         finally:
             self._main = outer
-        return result
+            stalled, self._stalled = self._stalled, None
+            if stalled is not None:
+                raise stalled
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Run in a thread; the clock stands until it returns."""
-        self._num_threads += 1
         future = super().run_in_executor(executor, func, *args)
+        self._num_threads += 1
         future.add_done_callback(self._thread_ended)
         return future
 

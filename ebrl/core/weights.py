@@ -23,14 +23,16 @@ class WeightLease(Generic[W]):
     __slots__ = ("_index", "_store", "version", "weights")
 
     def __init__(self, store: WeightStore[W], index: int, weights: W, version: int) -> None:
-        self._store = store
+        self._store: WeightStore[W] | None = store
         self._index = index
         self.weights = weights
         self.version = version
 
     def release(self) -> None:
         """Stop reading; once per lease."""
-        self._store._release(self._index)
+        store, self._store = self._store, None
+        assert store is not None, "a weight lease was released twice"
+        store._release(self._index)
 
     def __enter__(self) -> Self:
         return self
@@ -58,6 +60,7 @@ class WeightStore(Generic[W]):
         self._version = 0
         self._copy = copy
         self._free: asyncio.Future[None] | None = None
+        self._publishing = False
 
     @property
     def version(self) -> int:
@@ -80,6 +83,14 @@ class WeightStore(Generic[W]):
         Returns:
             The new version.
         """
+        assert not self._publishing, "two publishers of one store"
+        self._publishing = True
+        try:
+            return await self._publish(source, lane)
+        finally:
+            self._publishing = False
+
+    async def _publish(self, source: Any, lane: Lane) -> int:
         back = 1 - self._front
         while self._readers[back]:
             self._free = asyncio.get_running_loop().create_future()
@@ -91,7 +102,6 @@ class WeightStore(Generic[W]):
 
     def _release(self, index: int) -> None:
         self._readers[index] -= 1
-        assert self._readers[index] >= 0, "a weight lease was released twice"
         if self._free is not None and index != self._front and not self._readers[index]:
             if not self._free.done():
                 self._free.set_result(None)

@@ -17,13 +17,12 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from multiprocessing import spawn
 from typing import Any, Final
 
 from ebrl.core.errors import SimulatorError
 from ebrl.core.records import EnvSpec, StepResult
 from ebrl.sim.shm import CALL, CONTROL, FRAME, HEADER, PLAIN, RESET, STEP, Rows, frame
-from ebrl.sim.simulator import Simulator
+from ebrl.sim.simulator import SCALARS, Simulator
 
 FLUSH_S: Final = 5e-5
 """An answer waits this long for company: steps of microseconds leave together, others at once."""
@@ -174,7 +173,8 @@ class Worker:
             target[...] = obs
         infos = self._rows.infos
         for index, key in enumerate(self._keys, row * self._rows.num_infos):
-            infos[index] = info.get(key, _NAN)
+            value = info.get(key, _NAN)
+            infos[index] = value if isinstance(value, SCALARS) else _NAN
 
     def _receive(self) -> bool:
         data = self._sock.recv(1 << 16)
@@ -202,8 +202,10 @@ class Worker:
 
 def failure(error: BaseException) -> Failure:
     """Pack an exception; the type survives if it can be pickled there and back."""
-    summary = f"{type(error).__name__}: {error}"
+    summary = traceback.format_exception_only(error)[-1].strip()
     text = "".join(traceback.format_exception(error))
+    if not isinstance(error, Exception):  # SystemExit would end the parent's loop
+        return Failure(None, summary, text)
     try:
         packed = pickle.dumps(error)
         if type(pickle.loads(packed)) is not type(error):
@@ -214,17 +216,22 @@ def failure(error: BaseException) -> Failure:
 
 
 def unpack(payload: bytes) -> tuple[Any, BaseException | None]:
-    """Return what a frame holds, in the parent: a value, or the exception to raise."""
-    value = pickle.loads(payload)
-    if not isinstance(value, Failure):
-        return value, None
-    error: BaseException = SimulatorError(value.summary) if value.error is None else pickle.loads(value.error)
-    error.add_note(f"in the simulator's process:\n{value.text}")
+    """Return what a frame holds: a value, or the exception to raise."""
+    try:
+        value = pickle.loads(payload)
+        if not isinstance(value, Failure):
+            return value, None
+        error = SimulatorError(value.summary) if value.error is None else pickle.loads(value.error)
+        error.add_note(f"in the simulator's process:\n{value.text.rstrip()}")
+    except Exception as broken:  # the border of the process: whatever unpickling a user's object raises
+        return None, broken
     return None, error
 
 
 def import_main(order: Order) -> None:
     """Make the user's script importable under the name ``__main__``, as multiprocessing does."""
+    from multiprocessing import spawn  # only scripts that define their own environment pay for the import
+
     if order.main_name is not None:
         spawn._fixup_main_from_name(order.main_name)  # type: ignore[attr-defined]
     elif order.main_path is not None:

@@ -34,6 +34,4 @@ def make_hosts(
     if not machine.real:
         raise ConfigError("a virtual machine has no processes: use EnvGroup(host='thread') there")
     num = min(count, lanes or machine.num_cores)
-    return [
-        ProcessHost(spec, len(range(i, count, num)), machine, pool, f"{name}-process-{i}") for i in range(num)
-    ]
+    return [ProcessHost(spec, len(range(i, count, num)), machine, pool, f"{name}-process-{i}") for i in range(num)]

@@ -16,7 +16,17 @@ class Recorder:
     are followed but not kept.
     """
 
-    __slots__ = ("_emit", "_last_obs", "_num_decisions", "_open", "admission", "current", "env", "segment_length", "task")
+    __slots__ = (
+        "_emit",
+        "_last_obs",
+        "_num_decisions",
+        "_open",
+        "admission",
+        "current",
+        "env",
+        "segment_length",
+        "task",
+    )
 
     def __init__(self, env: int, task: str, emit: Callable[[Segment], None]) -> None:
         """Make a recorder.

@@ -17,9 +17,7 @@ class ActRequest:
 
     __slots__ = ("context", "future", "noise", "obs")
 
-    def __init__(
-        self, context: EnvContext, future: asyncio.Future[Any], obs: Observation, noise: NoiseStream
-    ) -> None:
+    def __init__(self, context: EnvContext, future: asyncio.Future[Any], obs: Observation, noise: NoiseStream) -> None:
         self.context = context
         self.future = future
         self.obs = obs

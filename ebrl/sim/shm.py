@@ -93,11 +93,14 @@ class Rows:
         if fd is None:
             return
         memory = mmap.mmap(fd, self.size)
+        self.busy_s: Any
+        self.rewards: Any
+        self.infos: Any
         arrays: list[Array] = [
             np.ndarray(shape, dtype, memory, offset) for (shape, dtype), offset in zip(forms, offsets, strict=True)
         ]
         (self.op, self.status, self.seed, self.num_actions, self.num_steps, self.terminated, self.truncated,
-         self.busy_s, self.rewards, self.infos) = (_scalars(array) for array in arrays[:10])  # fmt: skip
+         self.busy_s, self.rewards, self.infos) = (array.data for array in arrays[:10])  # fmt: skip
         self.actions: list[Array] = [arrays[10][row, ...] for row in range(count)]
         self.obs: list[Observation] = (
             [arrays[11][row, ...] for row in range(count)]
@@ -113,7 +116,3 @@ def _place(forms: list[tuple[tuple[int, ...], Any]]) -> tuple[list[int], int]:
         end += int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         end += -end % _ALIGN
     return offsets, end
-
-
-def _scalars(array: Array) -> memoryview:
-    return array.data

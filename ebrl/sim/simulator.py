@@ -1,4 +1,4 @@
-"""`Simulator`: one blocking simulator with EBRL's checks at its border; the same on a thread lane and in a child process.
+"""`Simulator`: one blocking simulator with EBRL's checks at its border; the same on a lane and in a child process.
 
 What a simulator returns is checked here once, so that everything behind it may trust shapes, dtypes and numbers; what
 it is given is checked too, since a NaN action makes most physics engines silently useless for the rest of the run.
@@ -24,7 +24,7 @@ Meta-World swaps numpy's global generator while building: four builders at once 
 16 of 16 under this lock. Reentrant, since a user's factory may itself ask for a spec.
 """
 
-_SCALARS: Final = (float, int, np.floating, np.integer, np.bool_)
+SCALARS: Final = (float, int, np.floating, np.integer, np.bool_)
 _FOREVER: Final = 1 << 62
 
 Read: TypeAlias = Callable[[Any], Observation]
@@ -141,7 +141,7 @@ def refuse_not_finite(name: str, array: Array) -> None:
     if len(bad):
         first = tuple(int(i) for i in bad[0])
         word = "NaN" if np.isnan(array[first]) else "infinity"
-        raise InvalidData(f"{name}: expected finite numbers, got {word} at {first} ({len(bad)} of {array.size} numbers)")
+        raise InvalidData(f"{name}: expected finite numbers, got {word} at {first} ({len(bad)} of {array.size})")
 
 
 def _found(value: Any) -> str:
@@ -174,7 +174,7 @@ def as_reward(reward: Any) -> float:
     Raises:
         InvalidData: It is not one finite number.
     """
-    if isinstance(reward, _SCALARS):
+    if isinstance(reward, SCALARS):
         value = float(reward)
     else:
         array = np.asarray(reward)

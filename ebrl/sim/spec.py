@@ -62,15 +62,16 @@ def env_spec(
             return _metaworld(env, horizon, action_repeat, task, host, kwargs)
         make: Callable[[], Any] = functools.partial(make_by_id, env, kwargs)
         name = env
-    elif callable(env) and not isinstance(env, gymnasium.Env):
+    elif callable(env):
         make, name = functools.partial(env, **kwargs) if kwargs else env, _name_of(env)
     else:
         raise ConfigError(
             f"env_spec takes an id or a function that makes an environment, got {type(env).__name__}: "
             "write env_spec(lambda: MyEnv(...))"
         )
-    spec = EnvSpec(name, make, ArraySpec((), "float32"), ArraySpec((), "float32"), horizon, action_repeat, task,
-                   host or "thread")
+    spec = EnvSpec(
+        name, make, ArraySpec((), "float32"), ArraySpec((), "float32"), horizon, action_repeat, task, host or "thread"
+    )
     return probe(spec)
 
 
@@ -87,9 +88,9 @@ def probe(spec: EnvSpec, read_space: Callable[[Any, str], Form] | None = None) -
     """
     with construction_lock:
         env = spec.make()
+    if not isinstance(env, gymnasium.Env):
+        raise ConfigError(f"{spec.id}: expected the function to make a gymnasium.Env, got {type(env).__name__}")
     try:
-        if not isinstance(env, gymnasium.Env):
-            raise ConfigError(f"{spec.id}: expected the function to make a gymnasium.Env, got {type(env).__name__}")
         observed = (read_space or observation_spec)(env.observation_space, spec.id)
         spec = replace(spec, observation=observed, action=action_spec(env.action_space, spec.id))
         simulator = Simulator(replace(spec, make=lambda: env, action_repeat=1))
@@ -130,7 +131,7 @@ def action_spec(space: Any, name: str) -> ArraySpec:
     Raises:
         SpaceError: Anything else.
     """
-    if isinstance(space, spaces.Box) and space.dtype is not None and space.dtype.kind == "f":
+    if isinstance(space, spaces.Box) and np.dtype(space.dtype).kind == "f":
         return _box(space)
     if isinstance(space, spaces.Discrete):
         if space.start == 0:
@@ -180,9 +181,7 @@ def make_by_id(name: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def unknown_env(
-    name: str, known: Mapping[str, str], hint: str = "", cause: BaseException | None = None
-) -> NoReturn:
+def unknown_env(name: str, known: Mapping[str, str], hint: str = "", cause: BaseException | None = None) -> NoReturn:
     """Raise with the nearest names.
 
     Args:

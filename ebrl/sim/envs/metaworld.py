@@ -9,8 +9,9 @@ import functools
 from typing import Any
 
 import gymnasium
-import metaworld
+import metaworld as _registers_ids  # noqa: F401
 import numpy as np
+from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 from metaworld.wrappers import RandomTaskSelectWrapper
 
 from ebrl.core.errors import ConfigError
@@ -95,20 +96,28 @@ def metaworld_spec(
     env_name = kwargs.get("env_name")
     if env_name is None:
         raise ConfigError(f'{MT1} needs a task: env_spec("{MT1}", env_name="reach-v3")')
-    if env_name not in metaworld.ALL_V3_ENVIRONMENTS:
-        unknown_env(env_name, {task: task for task in metaworld.ALL_V3_ENVIRONMENTS})
+    if env_name not in ALL_V3_ENVIRONMENTS:
+        unknown_env(env_name, {task: task for task in ALL_V3_ENVIRONMENTS})
     if horizon is not None and horizon > MAX_HORIZON:
         raise ConfigError(f"Meta-World ends episodes after {MAX_HORIZON} steps: horizon must be no more, got {horizon}")
     make = functools.partial(MetaWorldEnv, **kwargs)
     blank = ArraySpec((), "float32")
-    spec = EnvSpec(f"{MT1}:{env_name}", make, blank, blank, horizon or MAX_HORIZON, action_repeat, task or env_name,
-                   host or "process")
+    spec = EnvSpec(
+        f"{MT1}:{env_name}",
+        make,
+        blank,
+        blank,
+        horizon or MAX_HORIZON,
+        action_repeat,
+        task or env_name,
+        host or "process",
+    )
     return probe(spec, _observation)
 
 
 def names() -> dict[str, str]:
     """What can be asked for: its short name, and how to ask for it."""
-    return {MT1: MT1, **{task: f'{MT1} with env_name="{task}"' for task in metaworld.ALL_V3_ENVIRONMENTS}}
+    return {MT1: MT1, **{task: f'{MT1} with env_name="{task}"' for task in ALL_V3_ENVIRONMENTS}}
 
 
 def _observation(space: Any, name: str) -> ArraySpec:

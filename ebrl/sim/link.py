@@ -1,0 +1,227 @@
+"""`Link`: the child process of a `ebrl.sim.hosts.ProcessHost`, and the socket to it. The loop never blocks on either.
+
+A lane starts the process and then waits for its end, so that nobody polls. A plain subprocess is used rather than
+``multiprocessing.Process``: scripts need no ``__main__`` guard unless they define the environment themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from ebrl.core.errors import ConfigError, HostDied, SimulatorError
+from ebrl.core.protocols import Lane
+from ebrl.core.records import EnvSpec
+from ebrl.sim import child
+from ebrl.sim.shm import frame
+
+# Importing multiprocessing also makes "__mp_main__" an alias of the script here, under which name exceptions that a
+# script defines come back from a child.
+assert multiprocessing.current_process() is not None
+
+# The search path first: the package may have been found through a path that only this process knows.
+_BOOT: Final = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "from ebrl.sim.child import main; main()"
+)
+_ONE_THREAD: Final = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+)
+KILL_S: Final = 2.0  # for the kernel to end a killed process
+
+
+class Link:
+    """One child and the socket to it."""
+
+    def __init__(
+        self,
+        name: str,
+        lane: Lane,
+        memory: int,
+        take: Callable[[bytearray], int],
+        end: Callable[[SimulatorError], None],
+    ) -> None:
+        """Open the socket; `start` starts the process.
+
+        Args:
+            name: Of the host, for messages.
+            lane: Starts the process and waits for its end; nobody else uses it.
+            memory: Descriptor for the child; closed here.
+            take: Given all bytes that arrived; returns how many it used.
+            end: Called when the process has ended by itself.
+        """
+        self.lane = lane
+        self._name = name
+        self._memory = memory
+        self._take = take
+        self._end = end
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self._sock, self._theirs = socket.socketpair()
+        self._sock.setblocking(False)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exited: asyncio.Future[int] | None = None
+        self._spawned: asyncio.Future[None] | None = None
+        self._in = bytearray()
+        self._out = bytearray()
+        self._open = True
+        self._closing = False
+
+    async def start(self, order: bytes) -> None:
+        """Start the child and wait until it has built its simulators."""
+        self._spawned = self.lane.run(self._spawn, n=0)
+        await asyncio.wait([self._spawned])  # not cancelled with us: the process would be nobody's
+        self._spawned.result()
+        self._watch()
+        self._loop.add_reader(self._sock.fileno(), self._receive)
+        self.send(frame(order))
+        await self.ready
+
+    def send(self, data: bytes | bytearray) -> None:
+        """Send in order, at once as far as the socket takes it."""
+        if not self._open:
+            return
+        if not self._out:
+            data = data[self._write(data) :]
+            if not data:
+                return
+            self._loop.add_writer(self._sock.fileno(), self._drain)
+        self._out += data
+
+    async def aclose(self, deadline_s: float) -> bool:
+        """Hang up, wait for the child to close its simulators, and kill it at the deadline.
+
+        Returns:
+            Whether it had to be killed.
+        """
+        self._closing = True
+        if self._spawned is not None:
+            await asyncio.wait([self._spawned])
+        killed = False
+        exited = self._watch()
+        if exited is not None and self._process is not None:
+            with contextlib.suppress(OSError):  # the child is gone already
+                self._sock.shutdown(socket.SHUT_WR)
+            done, _ = await asyncio.wait([exited], timeout=deadline_s)
+            if not done:
+                killed = True
+                self._process.kill()
+                await asyncio.wait([exited], timeout=KILL_S)
+        self._hang_up()
+        if self._spawned is None:
+            self._close_theirs()
+        if not self.ready.cancel() and not self.ready.cancelled():
+            self.ready.exception()  # so that nobody complains that it was not looked at
+        return killed
+
+    def _spawn(self) -> None:
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        fds = (self._theirs.fileno(), self._memory)
+        command = [sys.executable, *flags, "-c", _BOOT.format(path=list(map(str, sys.path))), *map(str, fds)]
+        try:
+            self._process = subprocess.Popen(
+                command, pass_fds=fds, stdin=subprocess.DEVNULL, env={**os.environ, **_ONE_THREAD}
+            )
+        finally:
+            self._close_theirs()
+
+    def _close_theirs(self) -> None:
+        self._theirs.close()
+        os.close(self._memory)
+
+    def _watch(self) -> asyncio.Future[int] | None:
+        if self._exited is None and self._process is not None:
+            self._exited = self.lane.run(self._process.wait, n=0)
+            self._exited.add_done_callback(self._ended)
+        return self._exited
+
+    def _ended(self, exited: asyncio.Future[int]) -> None:
+        while self._open and self._receive():  # what it still answered
+            pass
+        self._hang_up()
+        if self._closing or exited.cancelled():
+            return
+        code = exited.result()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        error = HostDied(f"the process of {self._name} ended by itself: {how}")
+        if not self.ready.done():
+            self.ready.set_exception(error)
+        self._end(error)
+
+    def _receive(self) -> bool:
+        try:
+            data = self._sock.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._hang_up()
+            if self._process is not None:
+                self._process.kill()  # it hung up, so it ends or is of no use; its exit code stays if it has one
+            return False
+        self._in += data
+        del self._in[: self._take(self._in)]
+        return True
+
+    def _write(self, data: bytes | bytearray) -> int:
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except ConnectionError:  # the end of the process is reported by `_ended`
+            return len(data)
+
+    def _drain(self) -> None:
+        del self._out[: self._write(self._out)]
+        if not self._out:
+            self._loop.remove_writer(self._sock.fileno())
+
+    def _hang_up(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+            self._sock.close()
+
+
+def make_order(spec: EnvSpec, count: int, max_chunk: int) -> child.Order:
+    """Pickle what the child has to build.
+
+    Raises:
+        ConfigError: It cannot be pickled, or is defined where a child cannot find it.
+    """
+    if child.Role.is_child:
+        raise ConfigError(
+            "this script starts processes while one of its own processes imports it: put what it runs behind "
+            'if __name__ == "__main__", or move the environment to a module of its own'
+        )
+    try:
+        pickled = pickle.dumps(spec)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(unpicklable(f"{spec.id}: make={spec.make!r}", error)) from error
+    if b"__main__" not in pickled:
+        return child.Order(pickled, count, max_chunk)
+    main = sys.modules["__main__"]
+    name = main.__spec__.name if main.__spec__ is not None else None
+    path = getattr(main, "__file__", None)
+    if name is None and path is None:
+        raise ConfigError(
+            f"{spec.id}: make={spec.make!r} is defined in an interactive session, where a process cannot find it: "
+            'put it into a module, or pass host="thread"'
+        )
+    return child.Order(pickled, count, max_chunk, name, path if name is None else None)
+
+
+def unpicklable(what: str, error: BaseException) -> str:
+    """Return the message for something that cannot be sent to a process."""
+    return f'{what} cannot be sent to a process ({error}): define it at the top of a module, or pass host="thread"'
