@@ -1,0 +1,1 @@
+"""Benchmarks: each states its hypothesis, and prints what it found."""

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from bench.report import Check, at_least, finish, parser, spread
-from ebrl import EnvGroup, Generator, PPO, PPOConfig, Runtime, Trainer, VirtualMachine, env_spec, evaluate, run_virtual
+from ebrl import PPO, EnvGroup, Generator, PPOConfig, Runtime, Trainer, VirtualMachine, env_spec, evaluate, run_virtual
 from ebrl.gen.policies import TorchPolicy, default_policy
 
 EVAL_EPISODES = 20

@@ -66,6 +66,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "PPO",
     "ActionOut",
     "BatchService",
     "Batcher",
@@ -77,7 +78,6 @@ __all__ = [
     "EnvSpec",
     "GaussianPolicy",
     "Generator",
-    "PPO",
     "PPOConfig",
     "Policy",
     "PolicyOut",

@@ -66,11 +66,13 @@ def test_chunks_and_single_actions_give_the_same_trajectory() -> None:
     rng = np.random.default_rng(0)
     actions = rng.uniform(-1, 1, (12, 2)).astype(np.float32)
     one, many = Simulator(scripted()), Simulator(scripted())
-    assert np.array_equal(one.reset(7)[0], many.reset(7)[0])
+    starts: list[Any] = [one.reset(7)[0], many.reset(7)[0]]
+    assert np.array_equal(*starts)
     singles = [one.step(action) for action in actions]
     chunks = [many.step(actions[at : at + 3]) for at in range(0, 12, 3)]
     assert [r for result in singles for r in result.rewards] == [r for result in chunks for r in result.rewards]
-    assert np.array_equal(singles[-1].obs, chunks[-1].obs)
+    ends: list[Any] = [singles[-1].obs, chunks[-1].obs]
+    assert np.array_equal(*ends)
 
 
 @pytest.mark.parametrize(("terminates", "flags"), [(True, (True, False)), (False, (False, True))])
@@ -107,7 +109,7 @@ def test_step_needs_a_running_episode() -> None:
 
 def test_observations_are_copies() -> None:
     sim = Simulator(scripted())
-    first, _ = sim.reset(3)
+    first: Any = sim.reset(3)[0]
     kept = np.array(first)
     second = sim.step(ZERO).obs
     assert np.array_equal(first, kept)
@@ -117,7 +119,7 @@ def test_observations_are_copies() -> None:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (np.zeros((1, 3), np.float32), r"expected float32 of shape \(2,\), or a chunk of shape \(H, 2\), got float32 of"),
+        (np.zeros((1, 3), np.float32), r"float32 of shape \(2,\), or a chunk of shape \(H, 2\), got float32 of"),
         (np.zeros((0, 2), np.float32), "or a chunk"),
         (np.zeros((1, 1, 2), np.float32), "or a chunk"),
         (np.zeros((1, 2), np.complex64), "got complex64"),
@@ -137,7 +139,8 @@ def test_actions_are_refused_before_the_simulator_sees_them(action: Any, message
 
 def test_large_finite_numbers_pass_although_their_square_overflows() -> None:
     sim = answering(np.full(3, 1e30, np.float32))
-    assert np.array_equal(sim.step(np.full((1, 2), 1e30, np.float32)).obs, np.full(3, 1e30, np.float32))
+    obs: Any = sim.step(np.full((1, 2), 1e30, np.float32)).obs
+    assert obs.tolist() == np.full(3, 1e30, np.float32).tolist()
 
 
 def test_actions_are_cast_to_the_spec_and_not_shared_with_the_simulator() -> None:
@@ -190,7 +193,7 @@ def test_observations_are_cast_to_the_spec(obs: Any) -> None:
 
 def test_dictionaries_of_arrays() -> None:
     observation = {"image": ArraySpec((2, 2), "uint8"), "state": ArraySpec((3,), "float32")}
-    good = {"image": np.zeros((2, 2), np.uint8), "state": np.zeros(3, np.float32)}
+    good: dict[str, Array] = {"image": np.zeros((2, 2), np.uint8), "state": np.zeros(3, np.float32)}
     sim = answering(good, observation=observation)
     found = sim.step(ZERO).obs
     assert isinstance(found, dict)
@@ -217,10 +220,10 @@ def test_wrong_rewards_are_refused(reward: Any) -> None:
 def test_interface_of_another_age_is_named() -> None:
     sim = answering()
     sim.call(lambda env: setattr(env, "answer", (np.zeros(3, np.float32), 0.0, False, {})))
-    with pytest.raises(SimulatorError, match="step: expected .* got a tuple of 4"):
+    with pytest.raises(SimulatorError, match=r"step: expected .* got a tuple of 4"):
         sim.step(ZERO)
     sim.call(lambda env: setattr(env, "first", np.zeros(3, np.float32)))
-    with pytest.raises(SimulatorError, match="reset: expected .* got ndarray"):
+    with pytest.raises(SimulatorError, match=r"reset: expected .* got ndarray"):
         sim.reset(0)
     with pytest.raises(SimulatorError, match="info: expected a dictionary"):
         answering(info=[1]).step(ZERO)

@@ -28,8 +28,8 @@ def main(args: Sequence[str] | None = None) -> int:
         known, unknown = group.split(EbrlError)
         if unknown is not None or known is None:
             raise
-        for error in _leaves(known):
-            _complain(error)
+        for leaf in _leaves(known):
+            _complain(leaf)
         return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""What every stage shares: protocols, records, lanes, pools, the ledger, virtual time."""

@@ -224,6 +224,6 @@ class Admission:
             self._look()
 
     def _look(self) -> None:
-        if self._hungry and self._on_starved is not None and self._parked:
-            if self._buffered + self._parked >= self._batch_size:
-                self._on_starved()
+        full = self._buffered + self._parked >= self._batch_size
+        if self._hungry and self._parked and full and self._on_starved is not None:
+            self._on_starved()

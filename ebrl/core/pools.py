@@ -1,7 +1,7 @@
 """`Pool`: integer units of one resource, lent as leases: *how many* may work at once.
 
-A pool is work-conserving (a free unit never waits while the first in the queue can use it), first come first served,
-and never overdrawn. Rate limiters were measured and rejected for this job: a limit of 8 kept 8 cores at 1.00, a limiter with
+A pool is work-conserving (no unit is free while the first in the queue can use it), first come first served, and never
+overdrawn. Rate limiters were measured and rejected for this job: a limit of 8 kept 8 cores at 1.00, a limiter with
 predicted cost at .76 to .90. Who is next when stages contend will be the business of token buckets, which rank the
 waiters of a pool; their place is between `Pool.request` and the queue.
 

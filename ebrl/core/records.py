@@ -1,6 +1,6 @@
 """What flows between the stages: plain records of numpy arrays, with shapes and units.
 
-Shape letters: ``H`` actions in a chunk, ``A`` numbers in one action, ``B`` rows of a batch, ``n`` executed simulator steps.
+Shape letters: ``H`` actions in a chunk, ``A`` numbers in one action, ``B`` rows of a batch, ``n`` executed steps.
 
 Records of the hot path have slots and are not frozen, since frozen construction costs half a microsecond each;
 nobody writes to them after the stage that made them has handed them on.
@@ -159,7 +159,7 @@ class Decision:
         index: Decisions of that environment before this one, over all episodes.
         obs: What the policy saw.
         out: What it answered.
-        rewards: ``[n]`` one per executed step, plus what the program added.
+        rewards: ``[n]`` one per executed step; what the program adds goes into the last of them.
         num_steps: Executed simulator steps.
         intervened: The program replaced the action: kept in data, never trained on.
     """
@@ -188,7 +188,7 @@ Reason: TypeAlias = Literal["full", "end", "flushed", "starved", "split", "lost"
 class Segment:
     """Consecutive decisions of one environment within one episode.
 
-    The observation that follows ``decisions[t]`` is ``decisions[t + 1].obs``, and `last_obs` for the last:
+    Only the last decision can be terminated or truncated. The observation that follows ``decisions[t]`` is ``decisions[t + 1].obs``, and `last_obs` for the last:
     the true final observation where the episode was truncated there, never a reset one.
 
     Attributes:

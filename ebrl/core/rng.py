@@ -6,9 +6,8 @@ environments are added, lanes change or batches differ.
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import zlib
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +66,6 @@ class NoiseStream:
         if self._next >= len(self._block) or self._block.shape[1] != size:
             self._block = self._rng.standard_normal((self.BLOCK, size), np.float32)
             self._next = 0
-        row = self._block[self._next]
+        row: NDArray[np.float32] = self._block[self._next]
         self._next += 1
         return row

@@ -42,7 +42,7 @@ class Scope:
 
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # in the order of their start, which cancellation follows
+        self._tasks: dict[asyncio.Task[Any], str] = {}  # in the order of their start, which cancellation follows
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -56,7 +56,7 @@ class Scope:
             name: Shown in traces, logs and deadlock tables.
         """
         task = self._group.create_task(coro, name=name)
-        self._tasks[task] = None
+        self._tasks[task] = name
         task.add_done_callback(self._tasks.pop)
         return task
 
@@ -67,6 +67,6 @@ class Scope:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         self.cancel()
-        return await self._group.__aexit__(kind, error, traceback)
+        await self._group.__aexit__(kind, error, traceback)

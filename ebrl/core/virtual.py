@@ -14,9 +14,9 @@ import asyncio
 import selectors
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from ebrl.core.protocols import Lane
 from ebrl.core.rng import Domain, stream
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Law: TypeAlias = Callable[[int, np.random.Generator], float]
 """``law(n, rng)``: seconds that a call with `n` units of work takes."""
 
@@ -67,9 +68,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._settlers.append(future)
         await future
 
-    def run_until_complete(self, future: Awaitable[T]) -> T:
+    def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
         """Run; a deadlock replaces whatever the cancelled main task made of it."""
-        main = asyncio.ensure_future(future, loop=self)
+        main: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]  # as asyncio does
         outer, self._main = self._main, main
         try:
             return super().run_until_complete(main)
@@ -79,7 +80,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             if stalled is not None:
                 raise stalled
 
-    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Run in a thread; the clock stands until it returns."""
         future = super().run_in_executor(executor, func, *args)
         self._num_threads += 1

@@ -1,0 +1,1 @@
+"""Batched policy inference."""

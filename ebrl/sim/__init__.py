@@ -1,0 +1,1 @@
+"""Environments: coroutines, and the simulators behind them."""

@@ -14,7 +14,7 @@ MAX_THREADS = 256
 def make_hosts(
     spec: EnvSpec, count: int, *, host: Host, lanes: int | None, machine: Machine, pool: Pool, name: str
 ) -> list[SimHost]:
-    """Make hosts for `count` simulators; simulator i is number ``i // P`` of host ``i % P``, P being how many there are.
+    """Make P hosts for `count` simulators; simulator i is number ``i // P`` of host ``i % P``.
 
     Args:
         spec: What to build.

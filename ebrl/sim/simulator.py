@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,8 @@ Meta-World swaps numpy's global generator while building: four builders at once 
 
 SCALARS: Final = (float, int, np.floating, np.integer, np.bool_)
 _FOREVER: Final = 1 << 62
+_finite: Final = np.isfinite
+_ndarray: Final = np.ndarray
 
 Read: TypeAlias = Callable[[Any], Observation]
 
@@ -33,7 +35,7 @@ Read: TypeAlias = Callable[[Any], Observation]
 class ArrayReader:
     """Copies an array out of a simulator's hands, in the form that its spec declares."""
 
-    __slots__ = ("_dtype", "_flat", "_float", "_name", "_seen", "_shape")
+    __slots__ = ("_dtype", "_float", "_name", "_seen", "_shape")
 
     def __init__(self, name: str, spec: ArraySpec) -> None:
         """Make a reader.
@@ -47,7 +49,6 @@ class ArrayReader:
         self._dtype = np.dtype(spec.dtype)
         self._seen = self._dtype  # the last dtype that was found castable; dtypes are compared by identity below
         self._float = self._dtype.kind == "f"
-        self._flat = len(spec.shape) == 1
 
     def read(self, value: Any) -> Array:
         """Return a checked copy.
@@ -55,13 +56,11 @@ class ArrayReader:
         Raises:
             InvalidData: Other shape, a dtype that does not fit, NaN or infinity.
         """
-        if type(value) is not np.ndarray or value.dtype is not self._seen or value.shape != self._shape:
+        if type(value) is not _ndarray or value.dtype is not self._seen or value.shape != self._shape:
             value = self._accept(value)
         array: Array = value.copy() if value.dtype is self._dtype else value.astype(self._dtype)
-        if self._float:
-            flat = array if self._flat else array.ravel()
-            if not isfinite(flat.dot(flat)):  # cheap, but overflows for large finite numbers: look closer then
-                refuse_not_finite(self._name, array)
+        if self._float and b"\0" in _finite(array).tobytes():  # a third of the time of .all()
+            refuse_not_finite(self._name, array)
         return array
 
     def _accept(self, value: Any) -> Array:
@@ -75,7 +74,7 @@ class ArrayReader:
 class ActionReader:
     """Brings actions into the form ``[H, *action.shape]`` of the spec."""
 
-    __slots__ = ("_dtype", "_ndim", "_shape", "_spec")
+    __slots__ = ("_dtype", "_ndim", "_num_values", "_shape")
 
     def __init__(self, spec: ArraySpec) -> None:
         """Make a reader.
@@ -83,7 +82,7 @@ class ActionReader:
         Args:
             spec: Of one action.
         """
-        self._spec = spec
+        self._num_values = spec.num_values
         self._shape = spec.shape
         self._ndim = len(spec.shape) + 1
         self._dtype = np.dtype(spec.dtype)
@@ -94,7 +93,7 @@ class ActionReader:
         Raises:
             InvalidData: Other shape, no action at all, or a dtype that does not fit.
         """
-        if type(actions) is np.ndarray and actions.dtype is self._dtype:
+        if type(actions) is _ndarray and actions.dtype is self._dtype:
             shape = actions.shape
             if len(shape) == self._ndim and shape[1:] == self._shape and shape[0]:
                 return actions
@@ -106,14 +105,12 @@ class ActionReader:
         Raises:
             InvalidData: NaN or infinity, or a value outside a discrete space.
         """
-        num_values = self._spec.num_values
+        num_values = self._num_values
         if num_values is not None:
             if chunk.min() < 0 or chunk.max() >= num_values:
                 raise InvalidData(f"action: expected integers from 0 to {num_values - 1}, got {chunk.tolist()}")
-        else:
-            flat = chunk.ravel()
-            if not isfinite(flat.dot(flat)):
-                refuse_not_finite("action", chunk)
+        elif b"\0" in _finite(chunk).tobytes():
+            refuse_not_finite("action", chunk)
 
     def _accept(self, actions: Any) -> Array:
         array = np.asarray(actions)
@@ -131,17 +128,16 @@ def describe(dtype: Any, shape: tuple[int, ...]) -> str:
     return f"{dtype} of shape {shape}"
 
 
-def refuse_not_finite(name: str, array: Array) -> None:
-    """Raise if there is NaN or infinity.
+def refuse_not_finite(name: str, array: Array) -> NoReturn:
+    """Say where NaN or infinity is.
 
     Raises:
-        InvalidData: Says which, how many, and where the first is.
+        InvalidData: Always; says which, how many, and where the first is.
     """
     bad = np.argwhere(~np.isfinite(array))
-    if len(bad):
-        first = tuple(int(i) for i in bad[0])
-        word = "NaN" if np.isnan(array[first]) else "infinity"
-        raise InvalidData(f"{name}: expected finite numbers, got {word} at {first} ({len(bad)} of {array.size})")
+    first = tuple(int(i) for i in bad[0])
+    word = "NaN" if np.isnan(array[first]) else "infinity"
+    raise InvalidData(f"{name}: expected finite numbers, got {word} at {first} ({len(bad)} of {array.size})")
 
 
 def _found(value: Any) -> str:

@@ -1,0 +1,1 @@
+"""Adapters, one file per simulator; each imports its simulator at use."""
