@@ -155,7 +155,8 @@ def main() -> int:
         loop, process = spread([run.loop_us for run in runs]), spread([run.process_us for run in runs])
         rate = spread([run.steps_per_s for run in runs])
         print(
-            f"{name:8} {count:5} envs: loop {show(loop, ' us')}, process {show(process, ' us')}, {show(rate, ' steps/s')}"
+            f"{name:8} {count:5} envs: loop {show(loop, ' us')}, "
+            f"process {show(process, ' us')}, {show(rate, ' steps/s')}"
         )
         data[f"{name}-{count}"] = {"loop_us": loop, "process_us": process, "steps_per_s": rate}
         if name == "uvloop" and count in BARS_US:

@@ -6,13 +6,11 @@ import asyncio
 import functools
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -28,14 +26,13 @@ from ebrl.core.virtual import VirtualMachine, run_virtual
 from ebrl.sim import hosts as hosts_module
 from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
 from ebrl.sim.hosts import ProcessHost, SimHost, ThreadHost
-from ebrl.sim.link import Link, make_order
+from ebrl.sim.link import Link
 
 Kind: TypeAlias = Literal["thread", "process"]
 ZERO = np.zeros((1, 2), np.float32)
 DEADLINE_S = 10.0
 KINDS: tuple[Kind, ...] = ("thread", "process")
 both = pytest.mark.parametrize("kind", KINDS)
-ROOT = Path(__file__).parent.parent
 
 
 def scripted(*, action_repeat: int = 1, horizon: int | None = None, **options: Any) -> EnvSpec:
@@ -529,100 +526,3 @@ def test_process_host_needs_a_real_machine() -> None:
             ProcessHost(scripted(), 0, LocalMachine(), None, "host")
 
     run_virtual(main())
-
-
-SCRIPT = """
-import asyncio, functools
-from ebrl.core.machine import LocalMachine
-from ebrl.sim.hosts import ProcessHost
-from ebrl.sim.spec import env_spec
-from ebrl.sim.fake import ScriptedEnv
-{definition}
-async def main():
-    machine = LocalMachine()
-    host = ProcessHost(env_spec({make}), 1, machine, None, "host")
-    try:
-        await host.open()
-        future = asyncio.get_running_loop().create_future()
-        host.slots[0].reset(future, 1)
-        print("obs", len((await future)[0]))
-    finally:
-        await host.aclose(5.0)
-        await machine.aclose(deadline_s=1.0)
-{start}
-"""
-MINE = "class Mine(ScriptedEnv):\n    pass\n"
-
-
-@pytest.mark.parametrize(
-    ("definition", "make", "start", "output"),
-    [
-        ("", "ScriptedEnv", "asyncio.run(main())", "obs 39"),
-        (MINE, "Mine", 'if __name__ == "__main__": asyncio.run(main())', "obs 39"),
-        (MINE, "Mine", "asyncio.run(main())", 'put what it runs behind if __name__ == "__main__"'),
-    ],
-    ids=["no-guard", "own-class-with-guard", "own-class-without-guard"],
-)
-def test_scripts(tmp_path: Path, definition: str, make: str, start: str, output: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(definition=definition, make=make, start=start))
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=30, check=False,
-    )  # fmt: skip
-    assert output in done.stdout + done.stderr
-    assert "resource_tracker" not in done.stderr
-
-
-def test_child_ends_when_its_parent_does(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    text = SCRIPT.format(definition="import os", make="ScriptedEnv", start="asyncio.run(main())")
-    script.write_text(
-        text.replace('print("obs", len((await future)[0]))', "print(host._link._process.pid, flush=True); os._exit(0)")
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=30, check=True,
-    )  # fmt: skip
-    child = int(done.stdout)
-    try:
-        descriptor = os.pidfd_open(child)
-    except ProcessLookupError:
-        return
-    try:
-        import select
-
-        assert select.select([descriptor], [], [], 5.0)[0]
-    finally:
-        os.close(descriptor)
-
-
-def test_child_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, ebrl.sim.child; "
-        "print([m for m in ('torch', 'tyro', 'rich', 'gymnasium', 'uvloop', 'asyncio') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def blas_threads(env: Any) -> str:
-    return os.environ["OMP_NUM_THREADS"]
-
-
-def sigint_ignored(env: Any) -> bool:
-    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_child_is_single_threaded_and_ignores_ctrl_c() -> None:
-    async def main() -> None:
-        async with opened("process", scripted()) as host:
-            assert await ask(host.slots[0].call, blas_threads) == "1"
-            assert await ask(host.slots[0].call, sigint_ignored)
-
-    run(main())
-
-
-def test_order_names_the_main_module_only_where_it_is_needed() -> None:
-    order = make_order(scripted(), 2, 8)
-    assert (order.main_name, order.main_path, order.count, order.max_chunk) == (None, None, 2, 8)

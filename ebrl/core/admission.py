@@ -105,11 +105,14 @@ class Admission:
 
     def try_start(self, env: int) -> bool:
         """Take a credit for environment `env` if there is one and nobody waits for it."""
-        if self._waiters and self._quota is None:
+        if self._quota is None:
+            if self._waiters or self._started - self._ended >= self._limit:
+                return False
+        elif not self._may(env):
             return False
-        if not self._may(env):
-            return False
-        self._start(env)
+        self._started += 1
+        self._in_flight += 1
+        self._held[env] += 1
         return True
 
     async def start(self, env: int) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger("ebrl")
 class Call:
     """One function call on its way to a lane and back."""
 
-    __slots__ = ("args", "error", "fn", "future", "mailbox", "n", "value")
+    __slots__ = ("args", "error", "fn", "future", "mailbox", "n", "num_item", "value")
 
     def __init__(
         self, mailbox: Mailbox, future: asyncio.Future[Any], fn: Callable[..., Any], args: tuple[Any, ...], n: int
@@ -40,6 +40,7 @@ class Call:
         self.fn = fn
         self.args = args
         self.n = n
+        self.num_item = 0  # the last call of an item settles all of it
         self.value: Any = None
         self.error: BaseException | None = None
 
@@ -54,7 +55,8 @@ class Call:
 
     def deliver(self) -> None:
         """Complete the future, on the loop; a late result of a cancelled call is dropped."""
-        self.mailbox.settle()
+        if self.num_item:
+            self.mailbox.settle(self.num_item)
         future = self.future
         if future.done():
             return
@@ -190,7 +192,7 @@ class ThreadLane:
         self._closed = False
         self._busy_s = 0.0
         self._ended: asyncio.Future[None] = completions.loop.create_future()
-        self.mailbox = Mailbox(completions.loop, pool, self._queue.put, name)
+        self.mailbox = Mailbox(completions.loop, pool, self._send, name)
         self.thread = threading.Thread(target=self._work, name=f"ebrl-{name}", daemon=True)
         self.thread.start()
 
@@ -214,12 +216,10 @@ class ThreadLane:
         """Queue ``fn(*args)`` for a future of the caller's."""
         if self._closed:
             raise Closed(f"lane {self._name} is closed: {getattr(fn, '__qualname__', fn)} was not run")
-        mailbox = self.mailbox
-        call = Call(mailbox, future, fn, args, n)
+        call = Call(self.mailbox, future, fn, args, n)
         if self._pooled:
-            mailbox.post(call)
+            self.mailbox.post(call)
         else:
-            mailbox.outstanding += 1
             self._queue.put([call])
 
     async def aclose(self, deadline_s: float) -> bool:
@@ -231,7 +231,6 @@ class ThreadLane:
         if not self._closed:
             self._closed = True
             self.mailbox.close()
-            self.mailbox.outstanding += 1
             self._queue.put(None)
         done, _ = await asyncio.wait([self._ended], timeout=deadline_s)
         if done:
@@ -242,6 +241,10 @@ class ThreadLane:
             "lane %s is lost: its call did not return within %.1f s; it runs here:\n%s", self._name, deadline_s, stack
         )
         return False
+
+    def _send(self, calls: list[Call]) -> None:
+        calls[-1].num_item = len(calls)
+        self._queue.put(calls)
 
     def _work(self) -> None:
         put, get, clock = self._completions.put, self._queue.get, time.perf_counter

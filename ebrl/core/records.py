@@ -188,7 +188,9 @@ Reason: TypeAlias = Literal["full", "end", "flushed", "starved", "split", "lost"
 class Segment:
     """Consecutive decisions of one environment within one episode.
 
-    Only the last decision can be terminated or truncated. The observation that follows ``decisions[t]`` is ``decisions[t + 1].obs``, and `last_obs` for the last:
+    Only the last decision can be terminated or truncated.
+
+    The observation that follows ``decisions[t]`` is ``decisions[t + 1].obs``, and `last_obs` for the last:
     the true final observation where the episode was truncated there, never a reset one.
 
     Attributes:

@@ -27,7 +27,8 @@ T = TypeVar("T")
 logger = logging.getLogger("ebrl")
 
 SWITCH_INTERVAL_S = 5e-4  # the default of 5 ms lets Python code of a learner take 71 % of the rollouts
-YOUNG_THRESHOLD = 50_000  # allocations; collections happen between updates instead
+YOUNG_THRESHOLD = 200_000  # more objects than before that start a collection by themselves
+MAX_GROWTH = 10_000  # more objects than before that start one between updates
 
 
 class Runtime:
@@ -127,8 +128,9 @@ class Runtime:
         return {name: service.statistics() for name, (service, _) in self._services.items()}
 
     def boundary(self) -> None:
-        """Collect garbage now; called between updates, since a collection in the middle of a rollout stalls it."""
-        gc.collect(1)
+        """Collect garbage if some may have gathered; called between updates, where a pause costs least."""
+        if gc.get_count()[0] > MAX_GROWTH:
+            gc.collect(1)
         if not self._frozen:
             self._frozen = True
             gc.freeze()

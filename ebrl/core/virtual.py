@@ -194,6 +194,7 @@ class VirtualLane:
             call.future.cancel()
 
     def _take(self, calls: list[Call]) -> None:
+        calls[-1].num_item = len(calls)
         self._queue.extend(calls)
         if self._running is None:
             self._next()

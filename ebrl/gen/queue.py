@@ -79,23 +79,30 @@ class BatchQueue(Generic[R]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._free and self._waiting:
-            self._drop_cancelled()
-            age_s = self._loop.time() - self._since[0] if self._since else 0.0
-            num, again_s = self.batcher.decide(len(self._waiting), age_s)
+        waiting, since = self._waiting, self._since
+        while self._free:
+            while waiting and waiting[0].cancelled():
+                waiting.popleft()
+                since.popleft()
+            if not waiting:
+                return
+            num, again_s = self.batcher.decide(len(waiting), self._loop.time() - since[0])
             if not num:
                 if again_s is not None:
                     self._timer = self._loop.call_later(again_s, self._look)
                 return
-            batch = [self._waiting.popleft() for _ in range(num)]
-            for _ in range(num):
-                self._since.popleft()
+            batch = self._take(num)
             self.num_batches += 1
-            self.num_requests += num
+            self.num_requests += len(batch)
             self._launch(batch, self._free.pop())
 
-    def _drop_cancelled(self) -> None:
-        if any(request.cancelled() for request in self._waiting):
-            kept = [(r, s) for r, s in zip(self._waiting, self._since, strict=True) if not r.cancelled()]
-            self._waiting = deque(r for r, _ in kept)
-            self._since = deque(s for _, s in kept)
+    def _take(self, num: int) -> list[R]:
+        """Take the oldest `num` requests; of them, those that were cancelled vanish. The first is not cancelled."""
+        waiting, since = self._waiting, self._since
+        batch = []
+        for _ in range(num):
+            since.popleft()
+            request = waiting.popleft()
+            if not request.cancelled():
+                batch.append(request)
+        return batch

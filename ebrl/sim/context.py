@@ -210,7 +210,7 @@ class EnvContext:
             raise ProgramError(f"reward() without an executed decision ({self.where()}): call it after step()")
         if not np.isfinite(value):
             raise ProgramError(f"reward({value}) is not finite ({self.where()})")
-        decision.rewards[-1] += float(value)
+        decision.rewards = [*decision.rewards[:-1], decision.rewards[-1] + float(value)]
 
     async def call(self, fn: Callable[[Any], T]) -> T:
         """Run ``fn(simulator)`` on the simulator's own lane; any blocking call is allowed there.
@@ -267,7 +267,7 @@ class EnvContext:
         self._meter.add(result)
         decision = self.recorder.current
         if decision is not None:
-            decision.rewards += rewards
+            decision.rewards = rewards if not decision.rewards else decision.rewards + rewards
             decision.num_steps += len(rewards)
         if result.terminated or result.truncated:
             if decision is not None:
