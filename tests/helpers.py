@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from ebrl.core.admission import Ledger
+from ebrl.core.protocols import Machine, PolicyOut
 from ebrl.core.records import (
     ActionOut,
     Array,
@@ -23,10 +30,19 @@ from ebrl.core.records import (
     Segment,
     TrainBatch,
 )
-from ebrl.core.virtual import run_virtual
+from ebrl.core.runtime import Runtime
+from ebrl.core.trace import Trace
+from ebrl.core.virtual import VirtualMachine, run_virtual
+from ebrl.gen.batcher import Batcher
+from ebrl.gen.fake import ScriptedPolicy
+from ebrl.gen.generator import Generator
+from ebrl.sim.fake import ScriptedEnv
+from ebrl.sim.group import EnvGroup, EnvProgram
+from ebrl.train.trainer import Trainer
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
+STEP_S = 1.0
 
 
 def make_batch_out(
@@ -170,3 +186,135 @@ def run_python(code: str, *, timeout_s: float = 50.0, **env: str) -> subprocess.
         timeout=timeout_s,
         check=False,
     )
+
+
+def scripted_spec(
+    *,
+    obs_dim: int = 3,
+    action_dim: int = 2,
+    num_actions: int | None = None,
+    horizon: int | None = None,
+    task: str = "",
+    make: Callable[[], Any] | None = None,
+    **options: Any,
+) -> EnvSpec:
+    """Return the description of a `ScriptedEnv`; `options` are its own, `make` replaces it."""
+    action = (
+        ArraySpec((action_dim,), "float32", np.full(action_dim, -1.0), np.full(action_dim, 1.0))
+        if num_actions is None
+        else ArraySpec((), "int64", num_values=num_actions)
+    )
+    env = functools.partial(ScriptedEnv, obs_dim, action_dim, num_actions=num_actions, **options)
+    return EnvSpec("scripted", make or env, ArraySpec((obs_dim,), "float32"), action, horizon, 1, task)
+
+
+class VersionedPolicy(ScriptedPolicy):
+    """Its log-probability is its version at the time of acting."""
+
+    def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+        out = super().act(batch, noise, deterministic)
+        out.log_prob = out.log_prob.clone()  # not a view of the weight
+        return out
+
+
+class RecordingLearner:
+    """Keeps its batches, and makes the policy's one weight the number of updates."""
+
+    def __init__(self, policy: ScriptedPolicy, batch_size: int) -> None:
+        self.policy = policy
+        self.batch_size = batch_size
+        self.batches: list[TrainBatch] = []
+
+    def update(self, batch: TrainBatch) -> Mapping[str, float]:
+        assert len(batch.decisions) == self.batch_size
+        self.batches.append(batch)
+        with torch.no_grad():
+            self.policy.weight.add_(1.0)
+        return {}
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All that were trained, in the order of consumption."""
+        return [decision for batch in self.batches for decision in batch.decisions]
+
+
+@dataclass
+class Stage:
+    """A pipeline that runs."""
+
+    runtime: Runtime
+    gen: Generator
+    envs: EnvGroup
+    trainer: Trainer
+    learner: RecordingLearner
+
+
+@asynccontextmanager
+async def training(
+    spec: EnvSpec,
+    machine: Machine | None = None,
+    *,
+    count: int = 4,
+    batch_size: int = 8,
+    updates: int = 4,
+    max_lag: int = 1,
+    horizon: int = 1,
+    seed: int = 0,
+    gen_lanes: int = 1,
+    batcher: Batcher | None = None,
+    trace: Trace | None = None,
+    **group: Any,
+) -> AsyncIterator[Stage]:
+    """Start everything, by default on a machine on which nothing takes time; `group` goes to `EnvGroup`."""
+    learner = RecordingLearner(VersionedPolicy(spec, horizon=horizon), batch_size)
+    async with Runtime(machine or VirtualMachine({}), seed=seed, trace=trace) as rt:
+        gen = rt.start(Generator(learner.policy, lanes=gen_lanes, batcher=batcher))
+        envs = rt.start(EnvGroup(spec, actor=gen, count=count, **group))
+        yield Stage(rt, gen, envs, rt.start(Trainer(envs, learner, updates=updates, max_lag=max_lag)), learner)
+
+
+@asynccontextmanager
+async def recording(
+    program: EnvProgram,
+    *,
+    spec: EnvSpec | None = None,
+    count: int = 1,
+    horizon: int = 1,
+    batch_size: int = 100,
+    machine: Machine | None = None,
+    seed: int = 0,
+    **group: Any,
+) -> AsyncIterator[EnvGroup]:
+    """Run a program with a consumer that takes segments by hand and trains nothing."""
+    spec = spec or scripted_spec(length=4)
+    machine = machine or VirtualMachine({"sim": lambda n, rng: STEP_S})
+    async with Runtime(machine, seed=seed) as rt:
+        gen = rt.start(Generator(ScriptedPolicy(spec, horizon=horizon)))
+        envs = rt.start(EnvGroup(spec, actor=gen, count=count, program=program, **group))
+        envs.open_training(batch_size, max_lag=1)
+        yield envs
+
+
+async def take(envs: EnvGroup, num: int) -> list[Segment]:
+    """Return the first `num` segments; the ledger is checked on the way."""
+    segments: list[Segment] = []
+    while len(segments) < num:
+        await envs.wait_segments()
+        assert_sound(envs.admission.ledger())
+        segments += envs.take_segments()
+    return segments[:num]
+
+
+def assert_sound(ledger: Ledger) -> None:
+    assert ledger.balanced, ledger
+    places = (ledger.started, ledger.trained, ledger.buffered, ledger.parked, ledger.in_flight)
+    assert min(places) >= 0, ledger
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield what is inside an exception group."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error

@@ -50,7 +50,7 @@ class Admission:
 
     def __init__(self, num_envs: int) -> None:
         self._num_envs = num_envs
-        self._held = [0] * num_envs  # per environment: started, and neither trained nor dropped yet
+        self._held = [0] * num_envs  # per environment, with a quota: started, not ended yet
         self._quota: int | None = None
         self._limit = 0
         self._batch_size = 0
@@ -112,7 +112,8 @@ class Admission:
             return False
         self._started += 1
         self._in_flight += 1
-        self._held[env] += 1
+        if self._quota is not None:
+            self._held[env] += 1
         return True
 
     async def start(self, env: int) -> None:
@@ -135,10 +136,22 @@ class Admission:
         """Take back a start that came to nothing: no policy was asked."""
         self._started -= 1
         self._in_flight -= 1
-        self._held[env] -= 1
+        if self._quota is not None:
+            self._held[env] -= 1
         self._pump()
 
     # Where decisions go.
+
+    def next(self, env: int) -> bool:
+        """`park` the last decision of `env`, then `try_start` its next, in one call."""
+        self._parked += 1
+        if self._quota is None and not self._waiters and self._started - self._ended < self._limit:
+            self._started += 1
+            return True
+        self._in_flight -= 1
+        if self._waiters:
+            self._look()
+        return self.try_start(env)
 
     def park(self) -> None:
         """One decision in flight is finished, and lies in an open segment."""
@@ -162,7 +175,8 @@ class Admission:
             self._buffered -= num
         self._dropped[reason] += num
         self._ended += num
-        self._held[env] -= num
+        if self._quota is not None:
+            self._held[env] -= num
         self._pump()
 
     def train(self, envs: Sequence[int]) -> None:
@@ -170,8 +184,9 @@ class Admission:
         self._buffered -= len(envs)
         self._trained += len(envs)
         self._ended += len(envs)
-        for env in envs:
-            self._held[env] -= 1
+        if self._quota is not None:
+            for env in envs:
+                self._held[env] -= 1
         self._pump()
 
     # The consumer.
@@ -204,7 +219,8 @@ class Admission:
     def _start(self, env: int) -> None:
         self._started += 1
         self._in_flight += 1
-        self._held[env] += 1
+        if self._quota is not None:
+            self._held[env] += 1
 
     def _pump(self) -> None:
         if not self._waiters:

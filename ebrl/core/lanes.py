@@ -75,7 +75,7 @@ class Mailbox:
     once, so that a busy lane never idles for a turn of the loop; when somebody waits, the unit goes round.
     """
 
-    __slots__ = ("_armed", "_lease", "_loop", "_name", "_pool", "_send", "_ticket", "outstanding", "waiting")
+    __slots__ = ("_lease", "_loop", "_name", "_pool", "_send", "_ticket", "armed", "outstanding", "waiting")
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, pool: Pool | None, send: Callable[[list[Any]], None], name: str
@@ -92,7 +92,7 @@ class Mailbox:
         self._pool = pool
         self._send = send
         self._name = name
-        self._armed = False
+        self.armed = False
         self._lease: Lease | None = None
         self._ticket: Ticket | None = None
         self.waiting: list[Any] = []
@@ -101,9 +101,13 @@ class Mailbox:
     def post(self, call: Any) -> None:
         """Add a call."""
         self.waiting.append(call)
-        if not self._armed:
-            self._armed = True
-            self._loop.call_soon(self._flush)
+        if not self.armed:
+            self.arm()
+
+    def arm(self) -> None:
+        """Send what waits at the end of this turn of the loop; for those who append to `waiting` themselves."""
+        self.armed = True
+        self._loop.call_soon(self._flush)
 
     def settle(self, num: int = 1) -> None:
         """Say that `num` sent calls have ended."""
@@ -128,7 +132,7 @@ class Mailbox:
             self._ticket = None
 
     def _flush(self) -> None:
-        self._armed = False
+        self.armed = False
         if not self.waiting:
             return
         pool = self._pool
@@ -216,9 +220,12 @@ class ThreadLane:
         """Queue ``fn(*args)`` for a future of the caller's."""
         if self._closed:
             raise Closed(f"lane {self._name} is closed: {getattr(fn, '__qualname__', fn)} was not run")
-        call = Call(self.mailbox, future, fn, args, n)
+        mailbox = self.mailbox
+        call = Call(mailbox, future, fn, args, n)
         if self._pooled:
-            self.mailbox.post(call)
+            mailbox.waiting.append(call)
+            if not mailbox.armed:
+                mailbox.arm()
         else:
             self._queue.put([call])
 

@@ -104,7 +104,7 @@ class Request(Protocol):
     noise: NoiseStream
 
     def cancelled(self) -> bool:
-        """Nobody waits for the answer any more."""
+        """Nobody waits for the answer any more; the actor was told by `Actor.withdraw`."""
 
     def deliver(self, out: ActionOut) -> None:
         """The answer."""
@@ -123,8 +123,12 @@ class Actor(Protocol):
     def weights(self) -> WeightStore[Any]:
         """What it acts with; the trainer publishes into it."""
 
-    def request(self, request: Request) -> None:
-        """Take a request; called on the loop, returns at once."""
+    @property
+    def request(self) -> Callable[[Request], None]:
+        """Takes a request; called on the loop, returns at once."""
+
+    def withdraw(self) -> None:
+        """Some request has been cancelled: look for it before the next launch."""
 
 
 class Experience(Protocol):

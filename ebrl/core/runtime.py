@@ -27,7 +27,7 @@ T = TypeVar("T")
 logger = logging.getLogger("ebrl")
 
 SWITCH_INTERVAL_S = 5e-4  # the default of 5 ms lets Python code of a learner take 71 % of the rollouts
-YOUNG_THRESHOLD = 200_000  # more objects than before that start a collection by themselves
+YOUNG_THRESHOLD = 1_000_000  # more objects than before that start a collection by themselves
 MAX_GROWTH = 10_000  # more objects than before that start one between updates
 
 

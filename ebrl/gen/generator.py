@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,7 @@ class Generator:
         self._pad_to: int | None = None
         self._lanes: list[Lane] = []
         self._queue: BatchQueue[Request] | None = None
+        self.request: Callable[[Request], None] = self._refuse  # the queue's own `put` while running: one call less
         self._weights: WeightStore[Any] | None = None
         self._trace: Trace | None = None
         self._runtime: Runtime | None = None
@@ -83,6 +84,7 @@ class Generator:
         self._weights = WeightStore(copy.deepcopy(self._policy), copy.deepcopy(self._policy), copy_weights)
         self._lanes = [runtime.machine.lane("gen", f"{self.name}-{i}") for i in range(self._num_lanes)]
         self._queue = BatchQueue(self._batcher, self._num_lanes, self._launch)
+        self.request = self._queue.put
         if runtime.machine.real:
             for lane in self._lanes:
                 lane.run(torch.set_num_threads, self._threads, n=0)
@@ -102,15 +104,13 @@ class Generator:
             raise Closed(f"{self.name} was not started: call rt.start(generator) first")
         return self._weights
 
-    def request(self, request: Request) -> None:
-        """Take a request; its `deliver` or `fail` is called later.
+    def withdraw(self) -> None:
+        """Some request has been cancelled; see `ebrl.core.protocols.Actor.withdraw`."""
+        if self._queue is not None:
+            self._queue.withdraw()
 
-        Raises:
-            Closed: The generator was not started, or has ended.
-        """
-        if self._queue is None:
-            raise Closed(f"{self.name} is not running: start it with rt.start(generator) before its environments")
-        self._queue.put(request)
+    def _refuse(self, request: Request) -> None:
+        raise Closed(f"{self.name} is not running: start it with rt.start(generator) before its environments")
 
     async def publish(self, policy: Policy) -> int:
         """Act with the weights of `policy` from the next batch on; it must not be trained meanwhile.
@@ -140,6 +140,7 @@ class Generator:
             for request in self._queue.close():
                 request.fail(Closed(f"{self.name} has ended"))
             self._queue = None
+            self.request = self._refuse
         if self._runtime is not None:
             await self._runtime.machine.aclose(self._lanes, deadline_s=deadline_s)
 

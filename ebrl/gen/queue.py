@@ -43,6 +43,7 @@ class BatchQueue(Generic[R]):
         self._since: deque[float] = deque()
         self._loop = asyncio.get_running_loop()
         self._armed = False
+        self._withdrawn = False
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -54,6 +55,10 @@ class BatchQueue(Generic[R]):
         self._since.append(self._loop.time())
         if not self._armed and self._free:
             self._arm()
+
+    def withdraw(self) -> None:
+        """Some request has been cancelled; all that are will be dropped before the next launch."""
+        self._withdrawn = True
 
     def release(self, lane: int) -> None:
         """A batch has ended and its lane is free."""
@@ -80,29 +85,26 @@ class BatchQueue(Generic[R]):
             self._timer.cancel()
             self._timer = None
         waiting, since = self._waiting, self._since
-        while self._free:
-            while waiting and waiting[0].cancelled():
-                waiting.popleft()
-                since.popleft()
-            if not waiting:
-                return
+        if self._withdrawn:
+            self._drop_cancelled()
+        while self._free and waiting:
             num, again_s = self.batcher.decide(len(waiting), self._loop.time() - since[0])
             if not num:
                 if again_s is not None:
                     self._timer = self._loop.call_later(again_s, self._look)
                 return
-            batch = self._take(num)
+            batch = [waiting.popleft() for _ in range(num)]
+            for _ in range(num):
+                since.popleft()
             self.num_batches += 1
-            self.num_requests += len(batch)
+            self.num_requests += num
             self._launch(batch, self._free.pop())
 
-    def _take(self, num: int) -> list[R]:
-        """Take the oldest `num` requests; of them, those that were cancelled vanish. The first is not cancelled."""
-        waiting, since = self._waiting, self._since
-        batch = []
-        for _ in range(num):
-            since.popleft()
-            request = waiting.popleft()
-            if not request.cancelled():
-                batch.append(request)
-        return batch
+    def _drop_cancelled(self) -> None:
+        self._withdrawn = False
+        kept = [(r, s) for r, s in zip(self._waiting, self._since, strict=True) if not r.cancelled()]
+        self._waiting.clear()
+        self._since.clear()
+        for request, since_s in kept:
+            self._waiting.append(request)
+            self._since.append(since_s)

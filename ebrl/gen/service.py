@@ -75,7 +75,12 @@ class BatchService(Generic[In, Out]):
             raise Closed(f"{self.name} is not running: start it with rt.start()")
         future: asyncio.Future[Out] = asyncio.get_running_loop().create_future()
         self._queue.put(_Item(item, future))
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._queue is not None:
+                self._queue.withdraw()
+            raise
 
     def statistics(self) -> Mapping[str, float]:
         """Batches, requests and lane time."""

@@ -14,7 +14,7 @@ from ebrl.core.records import ActionOut, Array, Observation, StepResult
 from ebrl.core.rng import Domain, NoiseStream, name_key, stream
 from ebrl.sim.episodes import EpisodeMeter
 from ebrl.sim.recorder import Recorder
-from ebrl.sim.requests import ActRequest, ActStepRequest, OtherRequest
+from ebrl.sim.requests import ActRequest, ActStepRequest
 
 if TYPE_CHECKING:
     from ebrl.sim.group import EnvGroup
@@ -50,8 +50,10 @@ class EnvContext:
         self._admission = group.admission
         self._loop = asyncio.get_running_loop()
         self._noise = NoiseStream(stream(group.seed, Domain.NOISE, *key))
+        self._request = ActStepRequest(self, self._noise)
         self._other_noise: dict[int, NoiseStream] = {}
-        self._meter = EpisodeMeter()
+        self.meter = EpisodeMeter()
+        self._observe = group.observe
         self._last_obs: Observation = {}
         self._busy: str | None = None
         self._needs_reset: str | None = "there was no reset yet"
@@ -59,7 +61,7 @@ class EnvContext:
     @property
     def episode_time(self) -> float:
         """Loop time since the last reset returned, in seconds; virtual in tests."""
-        return self._loop.time() - self._meter.began_s
+        return self._loop.time() - self.meter.began_s
 
     @property
     def version(self) -> int:
@@ -70,7 +72,7 @@ class EnvContext:
         """Return a line that names the place, for messages."""
         return (
             f"env {self.index} episode {self.episode} decision {self.recorder.num_decisions} "
-            f"seed {self._meter.seed} version {self.version} lane {self.slot.lane_name}"
+            f"seed {self.meter.seed} version {self.version} lane {self.slot.lane_name}"
         )
 
     async def reset(self) -> tuple[Observation, dict[str, Any]]:
@@ -88,7 +90,7 @@ class EnvContext:
         self.num_calls += 1
         try:
             self.finish_episode()
-            meter = self._meter
+            meter = self.meter
             if meter.assigned is None:
                 meter.assigned = await self._group.plan.next(self.index, self.episode + 1)
             future: asyncio.Future[tuple[Observation, dict[str, Any]]] = self._loop.create_future()
@@ -102,8 +104,7 @@ class EnvContext:
         self.done, self._needs_reset = False, None
         self.episode += 1
         meter.begin(self._loop.time(), self.recorder.num_decisions)
-        observe = self._group.observe
-        self._last_obs = obs if observe is None else observe(obs)
+        self._last_obs = obs if self._observe is None else self._observe(obs)
         return self._last_obs, info
 
     async def act(self, obs: Observation, actor: Actor | None = None) -> ActionOut:
@@ -131,13 +132,15 @@ class EnvContext:
                 await self._admission.start(self.index)
             started = True
             future: asyncio.Future[ActionOut] = self._loop.create_future()
-            self._actor.request(ActRequest(self, future, obs, self._noise))
+            self._actor.request(ActRequest(self, self._noise, obs, future))
             out = await future
             answered = True
         finally:
             self._busy = None
             if started and not answered:
+                self._actor.withdraw()
                 self.recorder.drop_current("cancelled")
+        self.recorder.begin(self.episode, obs, out)
         return out
 
     async def act_step(self, obs: Observation) -> StepResult:
@@ -162,13 +165,19 @@ class EnvContext:
                 await self._admission.start(self.index)
             started = True
             future: asyncio.Future[StepResult] = self._loop.create_future()
-            self._actor.request(ActStepRequest(self, future, obs, self._noise))
+            request = self._request
+            request.obs = obs
+            request.future = future
+            self._actor.request(request)
             result = await future
             stepped = True
         finally:
             self._busy = None
             if started and not stepped:
+                self._actor.withdraw()
+                self._request = ActStepRequest(self, self._noise)  # the actor may still hold the other one
                 self._lose()
+        self.recorder.begin(self.episode, obs, request.out)
         return self._took(result)
 
     async def step(self, action: Array) -> StepResult:
@@ -259,15 +268,22 @@ class EnvContext:
         return self._took(result)
 
     def _took(self, result: StepResult) -> StepResult:
-        group, rewards = self._group, result.rewards
-        if group.observe is not None:
-            result.obs = group.observe(result.obs)
+        rewards = result.rewards
+        if self._observe is not None:
+            result.obs = self._observe(result.obs)
         self._last_obs = result.obs
-        group.env_steps += len(rewards)
-        self._meter.add(result)
+        meter = self.meter
+        if len(rewards) == 1:
+            meter.num_steps += 1
+            meter.total_reward += rewards[0]
+        else:
+            meter.num_steps += len(rewards)
+            meter.total_reward += sum(rewards)
+        if result.info:
+            meter.see(result.info)
         decision = self.recorder.current
         if decision is not None:
-            decision.rewards = rewards if not decision.rewards else decision.rewards + rewards
+            decision.rewards = decision.rewards + rewards if decision.num_steps else rewards
             decision.num_steps += len(rewards)
         if result.terminated or result.truncated:
             if decision is not None:
@@ -285,7 +301,7 @@ class EnvContext:
         self.done, self._needs_reset = True, why
         decision, recorder = self.recorder.current, self.recorder
         version = self.version if decision is None else decision.version
-        self._group.finish(self._meter.end(self.index, self._loop.time(), recorder.num_decisions, version))
+        self._group.finish(self.meter.end(self.index, self._loop.time(), recorder.num_decisions, version))
 
 
 async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
@@ -296,8 +312,12 @@ async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionO
         streams[id(actor)] = noise
     env.num_calls += 1
     future: asyncio.Future[ActionOut] = env._loop.create_future()
-    actor.request(OtherRequest(env, future, obs, noise))
-    return await future
+    actor.request(ActRequest(env, noise, obs, future))
+    try:
+        return await future
+    except asyncio.CancelledError:
+        actor.withdraw()
+        raise
 
 
 def _refuse(env: EnvContext, name: str) -> NoReturn:

@@ -69,7 +69,6 @@ class EnvGroup:
         self.count = count
         self.name = name
         self.observe = observe
-        self.env_steps = 0
         self.seed = 0
         self.admission = Admission(count)
         self._program = program
@@ -79,6 +78,7 @@ class EnvGroup:
         self._runtime: Runtime | None = None
         self._hosts: list[SimHost] = []
         self._recorders = [Recorder(i, spec.task, self._emit) for i in range(count)]
+        self._contexts: list[EnvContext] = []
         self._segments: list[Segment] = []
         self._wake: asyncio.Future[None] | None = None
         self._episodes: list[Episode] = []
@@ -107,6 +107,7 @@ class EnvGroup:
             for index, recorder in enumerate(self._recorders):
                 slots = self._hosts[index % len(self._hosts)].slots
                 context = EnvContext(self, index, slots[index // len(self._hosts)], recorder)
+                self._contexts.append(context)
                 scope.start(self._live(context), f"{self.name}-{index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
 
@@ -129,6 +130,11 @@ class EnvGroup:
         """Close the simulators, each behind its running call."""
         self.admission.close()
         await asyncio.gather(*(host.aclose(deadline_s) for host in self._hosts))
+
+    @property
+    def env_steps(self) -> int:
+        """Simulator steps so far, of all environments."""
+        return sum(context.meter.env_steps for context in self._contexts)
 
     # The consumer's side; see `ebrl.core.protocols.Experience`.
 

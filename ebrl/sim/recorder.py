@@ -15,7 +15,7 @@ class Recorder:
     """Decisions and the open segment of one environment.
 
     A decision is ``current`` from the policy's answer until the observation that follows its outcome is known: the
-    next `act`, or the end of the episode. Then it joins the open segment. In an evaluation (no admission) decisions
+    next `act`, or the end of the episode. Then it joins the open segment, which bootstraps from that observation. In an evaluation (no admission) decisions
     are followed but not kept.
     """
 
@@ -61,9 +61,17 @@ class Recorder:
 
     def must_wait(self, obs: Observation) -> bool:
         """Close the decision before `obs` and start one; return whether its credit has to be waited for."""
-        self.park(obs)
-        admission = self.admission
-        return admission is not None and not admission.try_start(self.env)
+        decision, admission = self.current, self.admission
+        if admission is None:
+            self.current = None
+            return False
+        if decision is None or not decision.num_steps or len(self._open) + 1 >= self.segment_length:
+            self.park(obs)
+            return not admission.try_start(self.env)
+        self.current = None  # as in park(), with one call for both
+        self._last_obs = obs
+        self._open.append(decision)
+        return not admission.next(self.env)
 
     def begin(self, episode: int, obs: Observation, out: ActionOut) -> None:
         """The policy answered."""
@@ -95,18 +103,15 @@ class Recorder:
 
     def drop_current(self, reason: Drop) -> None:
         """The decision that was started ends here: it was not answered, or what came of it is not known."""
-        if self.current is not None:
-            self._last_obs = self.current.obs
-            self.current = None
+        self.current = None
         if self.admission is not None:
             self.admission.drop(self.env, reason, "in_flight")
 
     def cut(self, reason: Reason) -> None:
-        """Hand the open segment on, if there is one; a current decision stays, and its observation is the bootstrap."""
+        """Hand the open segment on, if there is one; a current decision stays."""
         decisions = self._open
         if not decisions or self.admission is None:
             return
         self._open = []
-        last_obs = self._last_obs if self.current is None else self.current.obs
         self.admission.emit(len(decisions))
-        self._emit(Segment(self.env, self.task, decisions, last_obs, reason))
+        self._emit(Segment(self.env, self.task, decisions, self._last_obs, reason))

@@ -17,20 +17,19 @@ class ActRequest:
 
     __slots__ = ("context", "future", "noise", "obs")
 
-    def __init__(self, context: EnvContext, future: asyncio.Future[Any], obs: Observation, noise: NoiseStream) -> None:
+    def __init__(self, context: EnvContext, noise: NoiseStream, obs: Observation, future: asyncio.Future[Any]) -> None:
         self.context = context
-        self.future = future
-        self.obs = obs
         self.noise = noise
+        self.obs = obs
+        self.future = future
 
     def cancelled(self) -> bool:
         """Whether the program was cancelled while it waited."""
         return self.future.done()
 
     def deliver(self, out: ActionOut) -> None:
-        """Begin a decision and wake the program."""
+        """Wake the program."""
         if not self.future.done():
-            self.context.recorder.begin(self.context.episode, self.obs, out)
             self.future.set_result(out)
 
     def fail(self, error: BaseException) -> None:
@@ -44,24 +43,23 @@ class ActRequest:
 
 
 class ActStepRequest(ActRequest):
-    """`act_step`: the answer goes straight to the simulator's lane, and the outcome to the program."""
+    """`act_step`: the answer goes straight to the simulator's lane, and the outcome to the program.
 
-    __slots__ = ()
+    One object per environment serves all its requests, one after the other.
 
-    def deliver(self, out: ActionOut) -> None:
-        """Begin a decision and step the simulator."""
-        if not self.future.done():
-            context = self.context
-            context.recorder.begin(context.episode, self.obs, out)
-            context.slot.step(self.future, out.action)
+    Attributes:
+        out: The last answer.
+    """
 
+    __slots__ = ("out",)
 
-class OtherRequest(ActRequest):
-    """`act(obs, actor=other)`: opens no decision."""
-
-    __slots__ = ()
+    def __init__(self, context: EnvContext, noise: NoiseStream) -> None:
+        self.context = context
+        self.noise = noise
+        self.out: ActionOut
 
     def deliver(self, out: ActionOut) -> None:
-        """Wake the program."""
+        """Step the simulator."""
         if not self.future.done():
-            self.future.set_result(out)
+            self.out = out
+            self.context.slot.step(self.future, out.action)
