@@ -39,8 +39,8 @@ def train(config: TrainConfig) -> int:
     spec, policy = build(config)
     learner = PPO(policy, config.ppo)
     run_folder.create(config.folder, config)
-    session = Session(config, console, spec, policy, learner)
-    with saving(policy, config, console):
+    with saving(policy, config, console), MetricsWriter(config.folder) as metrics:
+        session = Session(config, console, spec, policy, learner, metrics)
         run(session.main())
     return 0 if session.reached or not config.evaluates else 3
 
@@ -70,13 +70,22 @@ def saving(policy: TorchPolicy, config: TrainConfig, console: Console) -> Iterat
 class Session:
     """One run of the command."""
 
-    def __init__(self, config: TrainConfig, console: Console, spec: EnvSpec, policy: TorchPolicy, learner: PPO) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        console: Console,
+        spec: EnvSpec,
+        policy: TorchPolicy,
+        learner: PPO,
+        metrics: MetricsWriter,
+    ) -> None:
         self.reached = False
         self._config = config
         self._console = console
         self._spec = spec
         self._policy = policy
         self._learner = learner
+        self._metrics = metrics
         self._trace = Trace() if config.trace else None
         self._evaluation: tuple[Generator, EnvGroup] | None = None
 
@@ -89,13 +98,13 @@ class Session:
                 gen = rt.start(Generator(self._policy))
                 envs = rt.start(self._group(gen, config.num_envs, "envs"))
                 trainer = Trainer(envs, self._learner, updates=config.updates, max_lag=config.max_lag)
-                with MetricsWriter(config.folder) as metrics, progress:
+                with progress:
                     async for report in rt.start(trainer):
-                        metrics.write(report.env_steps, flatten(report))
+                        self._metrics.write(report.env_steps, flatten(report))
                         progress.show(report, rt.statistics())
                         if config.evaluates and self._due(report):
                             result = await self._evaluate(rt)
-                            metrics.write(report.env_steps, evaluation_scalars(report, result))
+                            self._metrics.write(report.env_steps, evaluation_scalars(report, result))
                             progress.note(f"after update {report.update}, greedy: {result.describe()}")
                             if self._meets_target(result):
                                 self.reached = True

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from ebrl.core.admission import Admission, Drop
 from ebrl.core.records import ActionOut, Decision, Observation, Reason, Segment
 
-
 _NO_REWARDS: list[float] = []  # of a decision that was not executed yet; lists of rewards are replaced, never changed
 
 
@@ -15,8 +14,8 @@ class Recorder:
     """Decisions and the open segment of one environment.
 
     A decision is ``current`` from the policy's answer until the observation that follows its outcome is known: the
-    next `act`, or the end of the episode. Then it joins the open segment, which bootstraps from that observation. In an evaluation (no admission) decisions
-    are followed but not kept.
+    next `act`, or the end of the episode. Then it joins the open segment, which bootstraps from that observation.
+    In an evaluation (no admission) decisions are followed but not kept.
     """
 
     __slots__ = (

@@ -1,0 +1,301 @@
+"""From the first reset to a robot policy that works: EBRL and Stable-Baselines3 PPO on Meta-World reach-v3.
+
+Hypothesis: with the same task, network and PPO settings, letting simulators, inference and updates overlap reaches
+success 0.95 in at most 0.75 of the time that a loop of rollout and update needs, on the same cores.
+
+Both train the same number of decisions on state observations, horizon 150, each action repeated twice, rewards times
+0.1, observations and returns normalised. Stable-Baselines3 uses 8 environments in one process (DummyVecEnv, which is
+faster here than its process version), EBRL 16. Every 4 updates the policy is copied, which costs well under a
+millisecond. Afterwards, outside the clock, the copies are evaluated in order by the same code for both: greedily, on
+100 fixed seeds, an episode being a success if the simulator says so at any step. The result is the time of the first
+of two consecutive evaluations at 0.95, counted from the first reset. Building simulators is not in it, and is printed.
+Runs alternate: EBRL in processes, EBRL in threads, Stable-Baselines3.
+
+    python -m bench.quickstart --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.report import Check, at_most, finish, parser, show, spread
+from ebrl import (
+    PPO,
+    EnvContext,
+    EnvGroup,
+    EnvSpec,
+    GaussianPolicy,
+    Generator,
+    PolicyOut,
+    PPOConfig,
+    Runtime,
+    TorchPolicy,
+    Trainer,
+    env_spec,
+    evaluate,
+    rollout,
+    run,
+)
+from ebrl.core.records import Array, Host
+
+TARGET, EVAL_SEEDS = 0.95, range(100)
+BATCH = 1024
+BAR = 0.75
+
+
+@dataclass
+class Snapshot:
+    """A copy of a policy, and when it was made: seconds since the first reset, and decisions trained."""
+
+    at_s: float
+    decisions: int
+    policy: TorchPolicy
+    success: float | None = None
+
+
+@dataclass
+class Run:
+    """One training run."""
+
+    system: str
+    seed: int
+    construction_s: float = 0.0
+    train_s: float = 0.0
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+    @property
+    def reached(self) -> Snapshot | None:
+        """The first of two consecutive evaluations at the target."""
+        for first, second in zip(self.snapshots, self.snapshots[1:], strict=False):
+            if min(first.success or 0.0, second.success or 0.0) >= TARGET:
+                return first
+        return None
+
+
+def make_spec(host: Host = "process") -> EnvSpec:
+    return env_spec("Meta-World/MT1", env_name="reach-v3", horizon=150, action_repeat=2, host=host)
+
+
+def train_ebrl(spec: EnvSpec, seed: int, updates: int, every: int, **options: Any) -> Run:
+    """Train with EBRL."""
+    result = Run(f"ebrl-{spec.host}", seed)
+    policy = GaussianPolicy.for_spec(spec, log_std=-0.5, seed=seed)
+    learner = PPO(policy, PPOConfig(reward_scale=0.1, seed=seed, **options))
+    first_reset_s: list[float] = []
+
+    async def program(env: EnvContext) -> None:
+        if not first_reset_s:
+            first_reset_s.append(time.perf_counter())
+        await rollout(env)
+
+    async def main() -> None:
+        began_s = time.perf_counter()
+        async with Runtime(seed=seed) as rt:
+            gen = rt.start(Generator(policy))
+            envs = rt.start(EnvGroup(spec, actor=gen, count=16, program=program))
+            async for report in rt.start(Trainer(envs, learner, updates=updates)):
+                now_s = time.perf_counter() - first_reset_s[0]
+                if report.update % every == 0:
+                    result.snapshots.append(Snapshot(now_s, report.update * BATCH, copy.deepcopy(policy)))
+                result.train_s = now_s
+        result.construction_s = first_reset_s[0] - began_s
+
+    run(main())
+    return result
+
+
+class Repeat(gymnasium.Wrapper[Array, Array, Array, Array]):
+    """The task as Stable-Baselines3 sees it: actions repeated, rewards scaled, own horizon."""
+
+    def __init__(self, env: gymnasium.Env[Array, Array], spec: EnvSpec) -> None:
+        super().__init__(env)
+        self._repeat, self._horizon, self._steps = spec.action_repeat, spec.horizon or 0, 0
+
+    def reset(self, **kwargs: Any) -> tuple[Array, dict[str, Any]]:
+        self._steps = 0
+        obs, info = self.env.reset(**kwargs)
+        return obs.astype(np.float32), info
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        total, terminated, truncated = 0.0, False, False
+        for _ in range(self._repeat):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            self._steps += 1
+            truncated = truncated or self._steps >= self._horizon
+            if terminated or truncated:
+                break
+        return obs.astype(np.float32), 0.1 * total, terminated, truncated, info
+
+
+class Sb3Policy(TorchPolicy):
+    """The actor of a Stable-Baselines3 run with its observation statistics, for evaluation."""
+
+    def __init__(self, actor: torch.nn.Module, mean: Array, var: Array, low: Array, high: Array) -> None:
+        super().__init__(horizon=1, noise_dim=len(low))
+        self.actor = actor
+        for name, values in (("mean", mean), ("var", var), ("low", low), ("high", high)):
+            self.register_buffer(name, torch.as_tensor(values, dtype=torch.float32))
+
+    def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+        """Take the mean."""
+        state = ((batch["state"] - self.get_buffer("mean")) / (self.get_buffer("var") + 1e-8).sqrt()).clamp(-10, 10)
+        mean = self.actor(state)
+        action = mean.clamp(self.get_buffer("low"), self.get_buffer("high"))[:, None]
+        return PolicyOut(action, torch.zeros_like(action), torch.zeros(len(action)), {})
+
+    def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Not needed."""
+        raise AssertionError("only evaluated")
+
+
+def train_sb3(spec: EnvSpec, seed: int, updates: int, every: int) -> Run:
+    """Train with Stable-Baselines3."""
+    from stable_baselines3 import PPO as Sb3PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+    result = Run("sb3", seed)
+    began_s = time.perf_counter()
+    envs = VecNormalize(DummyVecEnv([lambda: Repeat(spec.make(), spec) for _ in range(8)]), gamma=0.98)
+    model = Sb3PPO(
+        "MlpPolicy",
+        envs,
+        n_steps=128,
+        batch_size=256,
+        n_epochs=8,
+        learning_rate=5e-4,
+        gamma=0.98,
+        gae_lambda=0.95,
+        ent_coef=0.0,
+        policy_kwargs={"net_arch": [64, 64], "log_std_init": -0.5},
+        device="cpu",
+        seed=seed,
+    )
+
+    class Snapshots(BaseCallback):  # type: ignore[misc]
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_start(self) -> None:  # the update before has ended
+            trained = self.model.num_timesteps
+            if trained and trained % (every * BATCH) == 0:
+                take_snapshot(trained)
+
+    def take_snapshot(trained: int) -> None:
+        nets = model.policy
+        actor = torch.nn.Sequential(nets.mlp_extractor.policy_net, nets.action_net)
+        space = envs.action_space
+        policy = Sb3Policy(copy.deepcopy(actor), envs.obs_rms.mean, envs.obs_rms.var, space.low, space.high)
+        result.snapshots.append(Snapshot(time.perf_counter() - first_reset_s, trained, policy))
+
+    first_reset_s = time.perf_counter()
+    model.learn(updates * BATCH, callback=Snapshots())
+    result.train_s = time.perf_counter() - first_reset_s
+    if updates % every == 0:
+        take_snapshot(updates * BATCH)
+    result.construction_s = first_reset_s - began_s
+    envs.close()
+    return result
+
+
+def judge(spec: EnvSpec, runs: Sequence[Run], seeds: Sequence[int]) -> None:
+    """Evaluate the copies of every run in order, until two in a row are at the target."""
+
+    async def main() -> None:
+        for one in runs:
+            async with Runtime() as rt:
+                gen = rt.start(Generator(one.snapshots[0].policy, deterministic=True))
+                envs = rt.start(EnvGroup(spec, actor=gen, count=16))
+                for snapshot in one.snapshots:
+                    await gen.publish(snapshot.policy)
+                    snapshot.success = (await evaluate(envs, seeds)).success_rate
+                    if one.reached is not None:
+                        break
+
+    run(main())
+
+
+def main() -> int:
+    args = arguments()
+    torch.set_num_threads(1)
+    process, thread = make_spec("process"), make_spec("thread")
+    updates, every, num_seeds = (2, 1, 1) if args.smoke else (args.updates, args.every, args.num_seeds)
+    systems: dict[str, Callable[[int], Run]] = {
+        "ebrl-process": lambda seed: train_ebrl(process, seed, updates, every),
+        "ebrl-thread": lambda seed: train_ebrl(thread, seed, updates, every),
+        "sb3": lambda seed: train_sb3(process, seed, updates, every),
+    }
+    runs: list[Run] = []
+    for seed in range(args.seed, args.seed + num_seeds):
+        for train in systems.values():
+            one = train(seed)
+            judge(process, [one], range(4) if args.smoke else EVAL_SEEDS)
+            print(describe(one, updates), flush=True)
+            runs.append(one)
+    return report(args, runs, updates)
+
+
+def describe(one: Run, updates: int) -> str:
+    reached = one.reached
+    what = f"{reached.at_s:.1f} s, {reached.decisions:,} decisions" if reached else "NOT reached"
+    rate = updates * BATCH / one.train_s
+    curve = " ".join(f"{snapshot.success:.2f}" for snapshot in one.snapshots if snapshot.success is not None)
+    return (
+        f"{one.system} seed {one.seed}: success {TARGET} after {what}; {rate:,.0f} decisions/s; "
+        f"construction {one.construction_s:.1f} s; evaluations {curve}"
+    )
+
+
+def report(args: argparse.Namespace, runs: Sequence[Run], updates: int) -> int:
+    """Compare medians; a run that never reached the target counts as infinitely long."""
+    times: dict[str, list[float]] = {}
+    data: dict[str, Any] = {"updates": updates}
+    for one in runs:
+        times.setdefault(one.system, []).append(one.reached.at_s if one.reached else float("inf"))
+        data.setdefault("runs", []).append(
+            {
+                "system": one.system,
+                "seed": one.seed,
+                "reached_s": one.reached.at_s if one.reached else None,
+                "reached_decisions": one.reached.decisions if one.reached else None,
+                "decisions_per_s": updates * BATCH / one.train_s,
+                "construction_s": one.construction_s,
+                "success": [snapshot.success for snapshot in one.snapshots],
+            }
+        )
+    checks: list[Check] = []
+    for system, values in times.items():
+        numbers = spread(values)
+        print(f"{system}: {show(numbers, ' s')}")
+        if system.startswith("ebrl") and np.isfinite(numbers["median"]):
+            ratio = numbers["median"] / spread(times["sb3"])["median"]
+            data[f"ratio-{system}"] = ratio
+            print(f"{system} / sb3: {ratio:.2f}")
+    if not args.smoke:
+        ratio = data.get("ratio-ebrl-process", 1e9)
+        checks.append(at_most("time to success, EBRL in processes over Stable-Baselines3, medians", ratio, BAR))
+    return finish("quickstart", args, checks, data)
+
+
+def arguments() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--updates", type=int, default=160, help=f"of {BATCH} decisions")
+    made.add_argument("--every", type=int, default=4, help="updates between copies")
+    made.add_argument("--num-seeds", type=int, default=3, help="runs of each")
+    return made.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
