@@ -242,6 +242,8 @@ def test_completions_from_many_threads_arrive_once_each() -> None:
         mailbox = Mailbox(loop, None, lambda calls: None, "box")
         calls = [Call(mailbox, loop.create_future(), int, ("1",), 1) for _ in range(4000)]
         mailbox.outstanding = len(calls)
+        for call in calls:
+            call.num_item = 1
 
         def put(part: list[Call]) -> None:
             for call in part:

@@ -216,12 +216,6 @@ class Admission:
             return self._held[env] < (self._max_lag + 1) * self._quota and self._limit > 0
         return self._started - self._ended < self._limit
 
-    def _start(self, env: int) -> None:
-        self._started += 1
-        self._in_flight += 1
-        if self._quota is not None:
-            self._held[env] += 1
-
     def _pump(self) -> None:
         if not self._waiters:
             return
@@ -231,7 +225,10 @@ class Admission:
             if future.done():
                 continue
             if self._may(env):
-                self._start(env)
+                self._started += 1
+                self._in_flight += 1
+                if self._quota is not None:
+                    self._held[env] += 1
                 future.set_result(None)
             else:
                 rest.append((env, future))

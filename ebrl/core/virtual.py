@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
@@ -78,7 +79,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._main = outer
             stalled, self._stalled = self._stalled, None
             if stalled is not None:
-                raise stalled
+                raise stalled from sys.exception()
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Run in a thread; the clock stands until it returns."""

@@ -26,11 +26,13 @@ T = TypeVar("T")
 class EnvContext:
     """One environment, as its program sees it. Made by `EnvGroup`.
 
+    Every call raises `ProgramError` while another one of the same environment runs, and all but `reset` and `call` do
+    so before the first `reset` and after the end of an episode.
+
     Attributes:
         index: Of this environment in its group.
         task: What the policy is asked to do.
         episode: Number of the running episode of this environment, from 0; -1 before the first.
-        done: Whether `reset` must come next: before the first episode, and after the end of each.
         rng: A random stream of this environment, for the program's own use.
     """
 
@@ -39,7 +41,6 @@ class EnvContext:
         self.index = index
         self.task = recorder.task
         self.episode = -1
-        self.done = True
         self.rng: np.random.Generator = stream(group.seed, Domain.PROGRAM, *key)
         self.slot = slot  # from here on for the group and for requests
         self.recorder = recorder
@@ -57,6 +58,11 @@ class EnvContext:
         self._last_obs: Observation = {}
         self._busy: str | None = None
         self._needs_reset: str | None = "there was no reset yet"
+
+    @property
+    def done(self) -> bool:
+        """Whether `reset` must come next: before the first episode, and after the end of each."""
+        return self._needs_reset is not None
 
     @property
     def episode_time(self) -> float:
@@ -80,9 +86,6 @@ class EnvContext:
 
         Returns:
             Observation and ``info``, as in gymnasium.
-
-        Raises:
-            ProgramError: Another call of this environment is running.
         """
         if self._busy is not None:
             _refuse(self, "reset")
@@ -101,7 +104,7 @@ class EnvContext:
             raise
         finally:
             self._busy = None
-        self.done, self._needs_reset = False, None
+        self._needs_reset = None
         self.episode += 1
         meter.begin(self._loop.time(), self.recorder.num_decisions)
         self._last_obs = obs if self._observe is None else self._observe(obs)
@@ -116,9 +119,6 @@ class EnvContext:
 
         Returns:
             ``action`` is a chunk ``[H, *shape]``.
-
-        Raises:
-            ProgramError: Another call of this environment is running, or the episode has ended.
         """
         if actor is not None and actor is not self._actor:
             return await _ask_other(self, obs, actor)
@@ -151,9 +151,6 @@ class EnvContext:
 
         Returns:
             As `step`.
-
-        Raises:
-            ProgramError: Another call of this environment is running, or the episode has ended.
         """
         if self._busy is not None or self._needs_reset is not None:
             _refuse(self, "act_step")
@@ -176,9 +173,9 @@ class EnvContext:
             if started and not stepped:
                 self._actor.withdraw()
                 self._request = ActStepRequest(self, self._noise)  # the actor may still hold the other one
-                self._lose()
+                self._lose(True)
         self.recorder.begin(self.episode, obs, request.out)
-        return self._took(result)
+        return _took(self, result)
 
     async def step(self, action: Array) -> StepResult:
         """Execute an action of the open decision, in any form the program gave it.
@@ -190,7 +187,7 @@ class EnvContext:
             What the simulator said; fewer steps than asked when the episode ended.
 
         Raises:
-            ProgramError: There is no open decision, another call is running, or the episode has ended.
+            ProgramError: There is no open decision.
         """
         if self.recorder.current is None and self._busy is None and self._needs_reset is None:
             raise ProgramError(
@@ -204,8 +201,6 @@ class EnvContext:
 
         The open decision, if there is one, is marked: it stays in recorded data and is not trained on.
         """
-        if self.recorder.current is not None:
-            self.recorder.current.intervened = True
         return await self._step("intervene", action)
 
     def reward(self, value: float) -> None:
@@ -229,9 +224,6 @@ class EnvContext:
 
         Returns:
             What `fn` returned.
-
-        Raises:
-            ProgramError: Another call of this environment is running.
         """
         if self._busy is not None:
             _refuse(self, "call")
@@ -255,6 +247,10 @@ class EnvContext:
             _refuse(self, name)
         self._busy = name
         self.num_calls += 1
+        if self.recorder.current is None:
+            self.recorder.cut("split")  # what follows does not follow from the decision before
+        elif name == "intervene":
+            self.recorder.current.intervened = True
         stepped = False
         try:
             future: asyncio.Future[StepResult] = self._loop.create_future()
@@ -264,44 +260,46 @@ class EnvContext:
         finally:
             self._busy = None
             if not stepped:
-                self._lose()
-        return self._took(result)
+                self._lose(self.recorder.current is not None)
+        return _took(self, result)
 
-    def _took(self, result: StepResult) -> StepResult:
-        rewards = result.rewards
-        if self._observe is not None:
-            result.obs = self._observe(result.obs)
-        self._last_obs = result.obs
-        meter = self.meter
-        if len(rewards) == 1:
-            meter.num_steps += 1
-            meter.total_reward += rewards[0]
-        else:
-            meter.num_steps += len(rewards)
-            meter.total_reward += sum(rewards)
-        if result.info:
-            meter.see(result.info)
-        decision = self.recorder.current
-        if decision is not None:
-            decision.rewards = decision.rewards + rewards if decision.num_steps else rewards
-            decision.num_steps += len(rewards)
-        if result.terminated or result.truncated:
-            if decision is not None:
-                decision.terminated, decision.truncated = result.terminated, result.truncated
-            self._end_episode("the episode has ended")
-        return result
-
-    def _lose(self) -> None:
+    def _lose(self, started: bool) -> None:
         """A step failed, or its program was cancelled while it ran: nobody knows where the simulator is now."""
-        self.recorder.drop_current("lost")
+        if started:
+            self.recorder.drop_current("lost")
         self.recorder.cut("lost")
         self._end_episode("a step failed or was cancelled while it ran, so the state of the simulator is unknown")
 
     def _end_episode(self, why: str) -> None:
-        self.done, self._needs_reset = True, why
+        self._needs_reset = why
         decision, recorder = self.recorder.current, self.recorder
         version = self.version if decision is None else decision.version
         self._group.finish(self.meter.end(self.index, self._loop.time(), recorder.num_decisions, version))
+
+
+def _took(env: EnvContext, result: StepResult) -> StepResult:
+    rewards = result.rewards
+    if env._observe is not None:
+        result.obs = env._observe(result.obs)
+    env._last_obs = result.obs
+    meter = env.meter
+    if len(rewards) == 1:
+        meter.num_steps += 1
+        meter.total_reward += rewards[0]
+    else:
+        meter.num_steps += len(rewards)
+        meter.total_reward += sum(rewards)
+    if result.info:
+        meter.see(result.info)
+    decision = env.recorder.current
+    if decision is not None:
+        decision.rewards = decision.rewards + rewards if decision.num_steps else rewards
+        decision.num_steps += len(rewards)
+    if result.terminated or result.truncated:
+        if decision is not None:
+            decision.terminated, decision.truncated = result.terminated, result.truncated
+        env._end_episode("the episode has ended")
+    return result
 
 
 async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
