@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine.
 
 PYTHON ?= python3
-EXTRAS ?= dev,metaworld
+EXTRAS ?= dev,metaworld,bench
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

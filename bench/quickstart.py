@@ -87,7 +87,7 @@ def make_spec(host: Host = "process") -> EnvSpec:
     return env_spec("Meta-World/MT1", env_name="reach-v3", horizon=150, action_repeat=2, host=host)
 
 
-def train_ebrl(spec: EnvSpec, seed: int, updates: int, every: int, **options: Any) -> Run:
+def train_ebrl(spec: EnvSpec, seed: int, updates: int, every: int, num_envs: int = 16, **options: Any) -> Run:
     """Train with EBRL."""
     result = Run(f"ebrl-{spec.host}", seed)
     policy = GaussianPolicy.for_spec(spec, log_std=-0.5, seed=seed)
@@ -103,7 +103,7 @@ def train_ebrl(spec: EnvSpec, seed: int, updates: int, every: int, **options: An
         began_s = time.perf_counter()
         async with Runtime(seed=seed) as rt:
             gen = rt.start(Generator(policy))
-            envs = rt.start(EnvGroup(spec, actor=gen, count=16, program=program))
+            envs = rt.start(EnvGroup(spec, actor=gen, count=num_envs, program=program))
             async for report in rt.start(Trainer(envs, learner, updates=updates)):
                 now_s = time.perf_counter() - first_reset_s[0]
                 if report.update % every == 0:
@@ -160,19 +160,20 @@ class Sb3Policy(TorchPolicy):
         raise AssertionError("only evaluated")
 
 
-def train_sb3(spec: EnvSpec, seed: int, updates: int, every: int) -> Run:
+def train_sb3(spec: EnvSpec, seed: int, updates: int, every: int, num_envs: int = 8) -> Run:
     """Train with Stable-Baselines3."""
     from stable_baselines3 import PPO as Sb3PPO
     from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.running_mean_std import RunningMeanStd
     from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
     result = Run("sb3", seed)
     began_s = time.perf_counter()
-    envs = VecNormalize(DummyVecEnv([lambda: Repeat(spec.make(), spec) for _ in range(8)]), gamma=0.98)
+    envs = VecNormalize(DummyVecEnv([lambda: Repeat(spec.make(), spec) for _ in range(num_envs)]), gamma=0.98)
     model = Sb3PPO(
         "MlpPolicy",
         envs,
-        n_steps=128,
+        n_steps=BATCH // num_envs,
         batch_size=256,
         n_epochs=8,
         learning_rate=5e-4,
@@ -184,7 +185,7 @@ def train_sb3(spec: EnvSpec, seed: int, updates: int, every: int) -> Run:
         seed=seed,
     )
 
-    class Snapshots(BaseCallback):  # type: ignore[misc]
+    class Snapshots(BaseCallback):
         def _on_step(self) -> bool:
             return True
 
@@ -196,8 +197,10 @@ def train_sb3(spec: EnvSpec, seed: int, updates: int, every: int) -> Run:
     def take_snapshot(trained: int) -> None:
         nets = model.policy
         actor = torch.nn.Sequential(nets.mlp_extractor.policy_net, nets.action_net)
-        space = envs.action_space
-        policy = Sb3Policy(copy.deepcopy(actor), envs.obs_rms.mean, envs.obs_rms.var, space.low, space.high)
+        space, statistics = envs.action_space, envs.obs_rms
+        assert isinstance(space, gymnasium.spaces.Box)
+        assert isinstance(statistics, RunningMeanStd)
+        policy = Sb3Policy(copy.deepcopy(actor), statistics.mean, statistics.var, space.low, space.high)
         result.snapshots.append(Snapshot(time.perf_counter() - first_reset_s, trained, policy))
 
     first_reset_s = time.perf_counter()
@@ -210,19 +213,18 @@ def train_sb3(spec: EnvSpec, seed: int, updates: int, every: int) -> Run:
     return result
 
 
-def judge(spec: EnvSpec, runs: Sequence[Run], seeds: Sequence[int]) -> None:
-    """Evaluate the copies of every run in order, until two in a row are at the target."""
+def judge(spec: EnvSpec, one: Run, seeds: Sequence[int]) -> None:
+    """Evaluate the copies of a run in order, until two in a row are at the target."""
 
     async def main() -> None:
-        for one in runs:
-            async with Runtime() as rt:
-                gen = rt.start(Generator(one.snapshots[0].policy, deterministic=True))
-                envs = rt.start(EnvGroup(spec, actor=gen, count=16))
-                for snapshot in one.snapshots:
-                    await gen.publish(snapshot.policy)
-                    snapshot.success = (await evaluate(envs, seeds)).success_rate
-                    if one.reached is not None:
-                        break
+        async with Runtime() as rt:
+            gen = rt.start(Generator(one.snapshots[0].policy, deterministic=True))
+            envs = rt.start(EnvGroup(spec, actor=gen, count=min(16, len(seeds))))
+            for snapshot in one.snapshots:
+                await gen.publish(snapshot.policy)
+                snapshot.success = (await evaluate(envs, seeds)).success_rate
+                if one.reached is not None:
+                    break
 
     run(main())
 
@@ -231,17 +233,18 @@ def main() -> int:
     args = arguments()
     torch.set_num_threads(1)
     process, thread = make_spec("process"), make_spec("thread")
-    updates, every, num_seeds = (2, 1, 1) if args.smoke else (args.updates, args.every, args.num_seeds)
+    updates, every, num_seeds = (1, 1, 1) if args.smoke else (args.updates, args.every, args.num_seeds)
+    ours, theirs = (2, 2) if args.smoke else (16, 8)
     systems: dict[str, Callable[[int], Run]] = {
-        "ebrl-process": lambda seed: train_ebrl(process, seed, updates, every),
-        "ebrl-thread": lambda seed: train_ebrl(thread, seed, updates, every),
-        "sb3": lambda seed: train_sb3(process, seed, updates, every),
+        "ebrl-process": lambda seed: train_ebrl(process, seed, updates, every, ours),
+        "ebrl-thread": lambda seed: train_ebrl(thread, seed, updates, every, ours),
+        "sb3": lambda seed: train_sb3(process, seed, updates, every, theirs),
     }
     runs: list[Run] = []
     for seed in range(args.seed, args.seed + num_seeds):
         for train in systems.values():
             one = train(seed)
-            judge(process, [one], range(4) if args.smoke else EVAL_SEEDS)
+            judge(process, one, range(2) if args.smoke else EVAL_SEEDS)
             print(describe(one, updates), flush=True)
             runs.append(one)
     return report(args, runs, updates)
