@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -197,9 +197,7 @@ def train_sb3(spec: EnvSpec, seed: int, updates: int, every: int, num_envs: int 
     def take_snapshot(trained: int) -> None:
         nets = model.policy
         actor = torch.nn.Sequential(nets.mlp_extractor.policy_net, nets.action_net)
-        space, statistics = envs.action_space, envs.obs_rms
-        assert isinstance(space, gymnasium.spaces.Box)
-        assert isinstance(statistics, RunningMeanStd)
+        space, statistics = cast(gymnasium.spaces.Box, envs.action_space), cast(RunningMeanStd, envs.obs_rms)
         policy = Sb3Policy(copy.deepcopy(actor), statistics.mean, statistics.var, space.low, space.high)
         result.snapshots.append(Snapshot(time.perf_counter() - first_reset_s, trained, policy))
 

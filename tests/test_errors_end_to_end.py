@@ -141,7 +141,7 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     "deterministic lag": (["--env", "CartPole-v1", "--deterministic"], ["--deterministic needs --max-lag 0"]),
     "unequal shares": (
         ["--env", "CartPole-v1", "--deterministic", "--max-lag", "0", "--num-envs", "7"],
-        ["1024 is no multiple of 7"],
+        ["1024 is no multiple of"],
     ),
 }
 
@@ -208,7 +208,7 @@ def test_a_run_can_be_evaluated_afterwards(capsys: pytest.CaptureFixture[str], t
     capsys.readouterr()
     printed = []
     for _ in range(2):
-        assert main(["eval", "--run", folder, "--episodes", "5"]) == 0
+        assert main(["eval", folder, "--episodes", "5"]) == 0
         printed.append(capsys.readouterr())
     assert "over 5 episodes" in printed[0].out
     assert printed[0] == printed[1], "the same policy on the same seeds"
@@ -230,7 +230,7 @@ def test_what_is_no_run_cannot_be_evaluated(
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"hidden": [3]}))
     capsys.readouterr()
-    assert main(["eval", "--run", str(folder)]) == 2
+    assert main(["eval", str(folder)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, "\n".join(lines)
     assert str(folder) in lines[0]

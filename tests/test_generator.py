@@ -415,5 +415,6 @@ async def test_an_error_of_a_service_is_one_of_its_own_for_everybody_who_asked()
     async with Runtime(VirtualMachine({})) as rt:
         service: BatchService[int, int] = rt.start(BatchService(fails))
         found = await asyncio.gather(service(0), service(1), return_exceptions=True)
-    assert [str(error) for error in found] == ["'broken'"] * 2
+    assert [str(error) for error in found] == ["service failed: KeyError('broken')"] * 2
+    assert all(isinstance(error, PolicyError) and isinstance(error.__cause__, KeyError) for error in found)
     assert found[0] is not found[1], "notes and tracebacks of one task would show in the other"

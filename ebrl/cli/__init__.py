@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from ebrl.core.errors import EbrlError
 
@@ -28,8 +31,8 @@ def main(args: Sequence[str] | None = None) -> int:
         known, unknown = group.split(EbrlError)
         if unknown is not None or known is None:
             raise
-        for leaf in _leaves(known):
-            _complain(leaf)
+        leaves = list(_leaves(known))
+        _complain(leaves[0], len(leaves) - 1)
         return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -43,9 +46,17 @@ def _dispatch(args: Sequence[str] | None) -> int:
     from ebrl.cli.eval import eval_run
     from ebrl.cli.train import train
 
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"train": TrainConfig, "eval": EvalConfig}, args=args, prog="ebrl", sort_subcommands=False
-    )
+    commands: dict[str, Callable[..., Any]] = {"train": TrainConfig, "eval": EvalConfig}
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            command = tyro.extras.subcommand_cli_from_dict(commands, args=args, prog="ebrl", sort_subcommands=False)
+    except SystemExit as end:
+        error = _reason(end)
+        if error is not None:  # a value out of range: our own line instead of a box of its parser
+            raise error from None
+        print(shown.getvalue(), end="", file=sys.stderr)
+        raise
     return train(command) if isinstance(command, TrainConfig) else eval_run(command)
 
 
@@ -57,6 +68,14 @@ def _leaves(group: BaseExceptionGroup[EbrlError]) -> Iterator[EbrlError]:
             yield error
 
 
-def _complain(error: EbrlError) -> None:
+def _reason(error: BaseException | None) -> EbrlError | None:
+    """Return the error of ours because of which another one was raised."""
+    while error is not None and not isinstance(error, EbrlError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _complain(error: EbrlError, num_others: int = 0) -> None:
     notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]
-    print(" ".join(["error:", str(error), *(f"[{note}]" for note in notes)]), file=sys.stderr)
+    others = [f"(and {num_others} more)"] if num_others else []
+    print(" ".join(["error:", str(error), *(f"[{note}]" for note in notes), *others]), file=sys.stderr)

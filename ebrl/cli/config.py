@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import Host
 from ebrl.train.ppo import PPOConfig
@@ -61,16 +63,21 @@ class TrainConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_envs", "updates", "eval_every", "eval_episodes", "action_repeat"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_envs", "lanes", "updates", "horizon", "eval_every", "eval_episodes", "action_repeat"):
+            at_least(name, getattr(self, name), 1)
         for name in ("max_lag", "seed"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}")
+            at_least(name, getattr(self, name), 0)
+        for width in self.hidden:
+            at_least("hidden", width, 1)
         if self.target_success is not None and not 0 < self.target_success <= 1:
             raise ConfigError(f"--target-success must be between 0 and 1, got {self.target_success}")
         if self.deterministic and self.max_lag:
             raise ConfigError("--deterministic needs --max-lag 0: with lag, data depend on who was ready first")
+        if self.deterministic and self.ppo.batch_size % self.num_envs:
+            raise ConfigError(
+                f"--deterministic shares a batch equally: --ppo.batch-size {self.ppo.batch_size} is no multiple of "
+                f"--num-envs {self.num_envs}"
+            )
 
     @property
     def folder(self) -> Path:
@@ -100,13 +107,23 @@ class EvalConfig:
         seed: Of the list of episodes.
     """
 
-    run: Path
+    run: tyro.conf.Positional[Path]
     episodes: int = 100
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if self.episodes < 1:
-            raise ConfigError(f"--episodes must be at least 1, got {self.episodes}")
+        at_least("episodes", self.episodes, 1)
+        at_least("seed", self.seed, 0)
+
+
+def at_least(name: str, value: int | None, bound: int) -> None:
+    """Check an option.
+
+    Raises:
+        ConfigError: It is too small; None is not.
+    """
+    if value is not None and value < bound:
+        raise ConfigError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")
 
 
 def _literal(text: str) -> Any:

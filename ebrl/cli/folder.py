@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ebrl import __version__
@@ -26,8 +27,15 @@ def refuse_existing(folder: Path) -> None:
 
 
 def create(folder: Path, config: TrainConfig) -> None:
-    """Make the folder and write the configuration."""
-    folder.mkdir(parents=True)
+    """Make the folder and write the configuration.
+
+    Raises:
+        ConfigError: The operating system does not allow it.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"the run folder {folder} cannot be made: {error.strerror}") from error
     record: dict[str, Any] = {"ebrl": __version__, **dataclasses.asdict(config), "run_dir": str(folder)}
     (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
@@ -52,8 +60,9 @@ def load_policy(policy: torch.nn.Module, folder: Path) -> None:
         raise ConfigError(f"{folder} holds no policy.safetensors: give the folder of a run of `ebrl train`")
     try:
         policy.load_state_dict(load_file(path))
-    except RuntimeError as error:
-        raise ConfigError(f"{path} does not fit the policy of its config.json: {error}") from error
+    except (RuntimeError, SafetensorError) as error:
+        summary = str(error).splitlines()[0]
+        raise ConfigError(f"{path} does not fit the policy of its config.json: {summary}") from error
 
 
 def load_config(folder: Path) -> dict[str, Any]:
@@ -65,5 +74,10 @@ def load_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} holds no config.json: give the folder of a run of `ebrl train`")
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not what `ebrl train` wrote: {error}") from error
+    if not isinstance(record, dict) or not {"env", "hidden"} <= record.keys():
+        raise ConfigError(f"{path} is not what `ebrl train` wrote: it describes no environment and policy")
     return record

@@ -97,14 +97,15 @@ class Session:
             async with Runtime(seed=config.seed, deterministic=config.deterministic, trace=self._trace) as rt:
                 gen = rt.start(Generator(self._policy))
                 envs = rt.start(self._group(gen, config.num_envs, "envs"))
+                io = rt.machine.lane("io", "metrics")
                 trainer = Trainer(envs, self._learner, updates=config.updates, max_lag=config.max_lag)
                 with progress:
                     async for report in rt.start(trainer):
-                        self._metrics.write(report.env_steps, flatten(report))
+                        await io.run(self._metrics.write, report.env_steps, flatten(report))
                         progress.show(report, rt.statistics())
                         if config.evaluates and self._due(report):
                             result = await self._evaluate(rt)
-                            self._metrics.write(report.env_steps, evaluation_scalars(report, result))
+                            await io.run(self._metrics.write, report.env_steps, evaluation_scalars(report, result))
                             progress.note(f"after update {report.update}, greedy: {result.describe()}")
                             if self._meets_target(result):
                                 self.reached = True

@@ -10,7 +10,7 @@
     ├── SimulatorError (also RuntimeError) a simulator raised, or broke its own contract
     │   ├── InvalidData                    shape, dtype, NaN against the declared space
     │   └── HostDied                       the process of a simulator is gone
-    ├── PolicyError (also RuntimeError)    a policy returned what cannot be executed
+    ├── PolicyError (also RuntimeError)    a policy or a batched function failed, or returned what cannot be used
     ├── PoolError (also RuntimeError)      more units asked or returned than a pool has
     ├── Closed (also RuntimeError)         a call on a service that has ended
     └── Deadlock (also RuntimeError)       virtual time: everybody waits and nothing is scheduled
@@ -52,7 +52,7 @@ class HostDied(SimulatorError):
 
 
 class PolicyError(EbrlError, RuntimeError):
-    """A policy returned rows that cannot be executed."""
+    """A policy, or the function of a batch service, failed or returned what cannot be used."""
 
 
 class PoolError(EbrlError, RuntimeError):

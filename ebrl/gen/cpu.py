@@ -14,7 +14,9 @@ import torch
 
 from ebrl.core.errors import PolicyError
 from ebrl.core.protocols import Request
-from ebrl.core.records import ActionOut, BatchOut
+from ebrl.core.records import ActionOut, Array, BatchOut
+
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def copy_weights(source: torch.nn.Module, buffer: torch.nn.Module) -> None:
@@ -46,22 +48,35 @@ def infer(
             row[:] = request.noise.draw(policy.noise_dim)
     try:
         return _infer(policy, requests, noise, version, deterministic, pad_to)
-    except (PolicyError, ValueError, TypeError, RuntimeError, LookupError) as error:
+    except FAILURES as error:
         if len(requests) == 1:
             return [_blame(requests[0], error)]
     answers: list[ActionOut | PolicyError] = []
     for i, request in enumerate(requests):
         try:
             answers += _infer(policy, [request], noise[i : i + 1], version, deterministic, pad_to)
-        except (PolicyError, ValueError, TypeError, RuntimeError, LookupError) as error:
+        except FAILURES as error:
             answers.append(_blame(request, error))
     return answers
+
+
+def failure(name: str, error: BaseException) -> PolicyError:
+    """Return what one of many askers is told when a batch of service `name` has failed."""
+    failed = PolicyError(f"{name} failed: {error!r}")
+    failed.__cause__ = error
+    return failed
 
 
 def _blame(request: Request, error: Exception) -> PolicyError:
     blamed = PolicyError(f"the policy failed for {request.where()}: {error}")
     blamed.__cause__ = error
     return blamed
+
+
+def _own(rows: torch.Tensor) -> Array:
+    """Return an array that the next version of the weights cannot change: views of them are copied."""
+    array: Array = (rows if rows.is_inference() else rows.clone()).numpy()
+    return array
 
 
 def _infer(
@@ -75,10 +90,10 @@ def _infer(
     with torch.inference_mode():
         out = policy.act(policy.collate(observations), torch.from_numpy(noise), deterministic)
         batch = BatchOut(
-            out.action.numpy(),
-            out.log_prob.float().numpy(),
-            out.value.float().numpy(),
-            {name: rows.numpy() for name, rows in out.aux.items()},
+            _own(out.action),
+            _own(out.log_prob.float()),
+            _own(out.value.float()),
+            {name: _own(rows) for name, rows in out.aux.items()},
         )
     action = batch.action
     answers: list[ActionOut | PolicyError] = [ActionOut(action[i], version, batch, i) for i in range(num)]

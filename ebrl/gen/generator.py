@@ -17,7 +17,7 @@ from ebrl.core.runtime import Runtime
 from ebrl.core.trace import Trace
 from ebrl.core.weights import WeightLease, WeightStore
 from ebrl.gen.batcher import Batcher
-from ebrl.gen.cpu import copy_weights, infer
+from ebrl.gen.cpu import copy_weights, failure, infer
 from ebrl.gen.queue import BatchQueue
 
 PAD_TO = (
@@ -169,7 +169,7 @@ class Generator:
         error = future.exception()
         if error is not None:
             for request in requests:
-                request.fail(error)
+                request.fail(failure(self.name, error))  # each its own: notes and tracebacks are added to it
             return
         for request, answer in zip(requests, future.result(), strict=True):
             if type(answer) is ActionOut:

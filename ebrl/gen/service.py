@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ebrl.core.errors import Closed, PolicyError
 from ebrl.core.protocols import Lane
 from ebrl.core.runtime import Runtime
 from ebrl.gen.batcher import Batcher
+from ebrl.gen.cpu import failure
 from ebrl.gen.queue import BatchQueue
 
 In = TypeVar("In")
@@ -69,7 +70,7 @@ class BatchService(Generic[In, Out]):
 
         Raises:
             Closed: The service is not running.
-            PolicyError: The function returned a wrong number of results.
+            PolicyError: The function raised, or did not return one result per item.
         """
         if self._queue is None:
             raise Closed(f"{self.name} is not running: start it with rt.start()")
@@ -104,24 +105,30 @@ class BatchService(Generic[In, Out]):
 
     def _launch(self, items: list[_Item[In, Out]], number: int) -> None:
         assert self._lane is not None
-        future = self._lane.run(self._fn, [item.value for item in items], n=len(items))
+        future = self._lane.run(self._answer, [item.value for item in items], n=len(items))
         future.add_done_callback(lambda done: self._landed(done, items, number))
 
-    def _landed(self, future: asyncio.Future[Sequence[Out]], items: list[_Item[In, Out]], number: int) -> None:
+    def _landed(self, future: asyncio.Future[list[Out]], items: list[_Item[In, Out]], number: int) -> None:
         if self._queue is not None:
             self._queue.release(number)
         if future.cancelled():
             return
-        error: BaseException | None = future.exception()
-        results: Sequence[Any] = ()
-        if error is None:
-            results = future.result()
-            if len(results) != len(items):
-                error = PolicyError(f"{self.name} returned {len(results)} results for {len(items)} items")
+        error = future.exception()
         for i, item in enumerate(items):
             if item.future.done():
                 continue
             if error is not None:
-                item.future.set_exception(error)
+                item.future.set_exception(failure(self.name, error))
             else:
-                item.future.set_result(results[i])
+                item.future.set_result(future.result()[i])
+
+    def _answer(self, values: Sequence[In]) -> list[Out]:
+        """Call the function, and look at what it returns; runs on the lane."""
+        results = self._fn(values)
+        try:
+            answers = list(results)
+        except TypeError:
+            raise PolicyError(f"expected a sequence of {len(values)} results, got {type(results).__name__}") from None
+        if len(answers) != len(values):
+            raise PolicyError(f"expected {len(values)} results, got {len(answers)}")
+        return answers

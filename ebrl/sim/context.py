@@ -76,9 +76,12 @@ class EnvContext:
 
     def where(self) -> str:
         """Return a line that names the place, for messages."""
+        episode, seed = self.episode, self.meter.seed
+        if self.meter.assigned is not None:  # of an episode that has not begun
+            episode, seed = episode + 1, self.meter.assigned[1]
         return (
-            f"env {self.index} episode {self.episode} decision {self.recorder.num_decisions} "
-            f"seed {self.meter.seed} version {self.version} lane {self.slot.lane_name}"
+            f"env {self.index} episode {episode} decision {self.recorder.place} "
+            f"seed {seed} version {self.version} lane {self.slot.lane_name}"
         )
 
     async def reset(self) -> tuple[Observation, dict[str, Any]]:
@@ -94,7 +97,7 @@ class EnvContext:
         try:
             self.finish_episode()
             meter = self.meter
-            if meter.assigned is None:
+            if meter.assigned is None or not self._group.plan.wants(meter.assigned[0]):
                 meter.assigned = await self._group.plan.next(self.index, self.episode + 1)
             future: asyncio.Future[tuple[Observation, dict[str, Any]]] = self._loop.create_future()
             self.slot.reset(future, meter.assigned[1])

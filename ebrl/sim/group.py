@@ -171,9 +171,11 @@ class EnvGroup:
 
     def flush(self, version: int, max_lag: int) -> None:
         """Cut every open segment that would exceed the bound by waiting for another version."""
+        stale = version - max(1, max_lag)
         for recorder in self._recorders:
+            recorder.stale_version = stale  # what is in flight now is cut when it is parked
             oldest = recorder.oldest_version
-            if oldest is not None and version - oldest >= max(1, max_lag):
+            if oldest is not None and oldest <= stale:
                 recorder.cut("flushed")
 
     def take_episodes(self) -> list[Episode]:
@@ -225,5 +227,14 @@ class EnvGroup:
                         "for ever; await env.reset() in it"
                     )
             except Exception as error:
-                error.add_note(env.where())
+                _note(error, env.where())
                 raise
+
+
+def _note(error: BaseException, where: str) -> None:
+    """Say on every error where it happened, also on those that a TaskGroup of the program has gathered."""
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            _note(part, where)
+    else:
+        error.add_note(where)

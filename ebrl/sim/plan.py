@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import Episode
@@ -22,7 +23,7 @@ class Plan:
         self._queue: deque[tuple[int, int]] = deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._results: dict[int, Episode] = {}
-        self._num_expected = 0
+        self._positions = range(0)  # of the running evaluation; those of a cancelled one never come again
         self._done: asyncio.Future[None] | None = None
 
     def train(self, seed: int) -> None:
@@ -39,8 +40,8 @@ class Plan:
         if not seeds:
             return []
         self._results = {}
-        self._num_expected = len(seeds)
-        self._queue.extend(enumerate(seeds))
+        self._positions = range(self._positions.stop, self._positions.stop + len(seeds))
+        self._queue.extend(zip(self._positions, seeds, strict=True))
         self._done = asyncio.get_running_loop().create_future()
         self._release(len(seeds))
         try:
@@ -48,10 +49,11 @@ class Plan:
         finally:
             self._done = None
             self._queue.clear()
-        return [self._results[i] for i in range(len(seeds))]
+            self._positions = range(self._positions.stop, self._positions.stop)
+        return [replace(self._results[position], episode=i) for i, position in enumerate(sorted(self._results))]
 
     async def next(self, env: int, episode: int) -> tuple[int, int]:
-        """Return number and seed of the next episode of `env`."""
+        """Return position and seed of the next episode of `env`."""
         while self._train_seed is None and not self._queue:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(future)
@@ -60,13 +62,18 @@ class Plan:
             return episode, episode_seed(self._train_seed, env, episode)
         return self._queue.popleft()
 
+    def wants(self, position: int) -> bool:
+        """Whether an episode that was given out is still to be run."""
+        return self._train_seed is not None or position in self._positions
+
     def finished(self, episode: Episode) -> bool:
         """Take a result; return whether it belongs to an evaluation."""
         if self._train_seed is not None:
             return False
-        self._results[episode.episode] = episode
-        if self._done is not None and len(self._results) == self._num_expected and not self._done.done():
-            self._done.set_result(None)
+        if episode.episode in self._positions:
+            self._results[episode.episode] = episode
+            if self._done is not None and len(self._results) == len(self._positions) and not self._done.done():
+                self._done.set_result(None)
         return True
 
     def _release(self, num: int) -> None:

@@ -26,7 +26,9 @@ class Recorder:
         "admission",
         "current",
         "env",
+        "place",
         "segment_length",
+        "stale_version",
         "task",
     )
 
@@ -42,7 +44,9 @@ class Recorder:
         self.task = task
         self.admission: Admission | None = None
         self.segment_length = 1
+        self.stale_version = -1  # decisions of it cannot wait for another version
         self.current: Decision | None = None
+        self.place = 0  # index of the decision that was started last
         self._emit = emit
         self._open: list[Decision] = []
         self._last_obs: Observation = {}
@@ -61,12 +65,15 @@ class Recorder:
     def must_wait(self, obs: Observation) -> bool:
         """Close the decision before `obs` and start one; return whether its credit has to be waited for."""
         decision, admission = self.current, self.admission
+        self.place = self._num_decisions
         if admission is None:
             self.current = None
             return False
-        if decision is None or not decision.num_steps or len(self._open) + 1 >= self.segment_length:
+        simple = decision is not None and decision.num_steps and decision.out.version > self.stale_version
+        if not simple or len(self._open) + 1 >= self.segment_length:
             self.park(obs)
             return not admission.try_start(self.env)
+        assert decision is not None
         self.current = None  # as in park(), with one call for both
         self._last_obs = obs
         self._open.append(decision)
@@ -94,6 +101,8 @@ class Recorder:
         admission.park()
         if len(self._open) >= self.segment_length:
             self.cut("full")
+        elif self._open and self._open[0].out.version <= self.stale_version:
+            self.cut("flushed")
 
     def end(self, final_obs: Observation) -> None:
         """The episode is over: nothing that comes belongs to the open segment."""

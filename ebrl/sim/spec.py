@@ -164,7 +164,7 @@ def make_by_id(name: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
 
     Raises:
         UnknownEnv: gymnasium does not know it.
-        ConfigError: A package is missing.
+        ConfigError: A package is missing, or the environment does not take `kwargs`.
     """
     module, colon, rest = name.rpartition(":")
     if colon:
@@ -179,6 +179,12 @@ def make_by_id(name: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
         unknown_env(rest, known, ' (your own: env_spec("module:Id-v0"), or a function that makes it)', error)
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(f"{name}: {error}") from error
+    except gymnasium.error.Error as error:
+        raise UnknownEnv(f"no environment {name!r}: {str(error).splitlines()[0]}") from error
+    except TypeError as error:
+        if not kwargs:
+            raise
+        raise ConfigError(f"{name} does not take {dict(kwargs)}: {str(error).splitlines()[0]}") from error
 
 
 def unknown_env(name: str, known: Mapping[str, str], hint: str = "", cause: BaseException | None = None) -> NoReturn:

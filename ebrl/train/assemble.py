@@ -3,8 +3,8 @@
 The lag of a decision is the learner's version when its batch is taken minus the version that acted. Three rules
 together bound it, and none does alone:
 
-- **order**: batches take the oldest version first;
-- **flush**: at each publish the group cuts open segments that would exceed the bound by waiting (`EnvGroup.flush`);
+- **order**: batches take the oldest versions first, decision by decision;
+- **flush**: from each publish on, open segments that would exceed the bound by waiting are cut (`EnvGroup.flush`);
 - **mask**: what is too old all the same is dropped here, decision by decision.
 
 Segments are split so that a batch has exactly B: with whole segments, the credit of admission and the size of
@@ -13,6 +13,7 @@ batches would drift apart until nobody may start. Every dropped decision is repo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -46,6 +47,8 @@ class Assembler:
         self._canonical = canonical
         self._segments: list[Segment] = []
         self._num_decisions = 0
+        self._num_fresh = 0  # segments that are young enough for the version of the last `take`
+        self._version = -1
 
     def __len__(self) -> int:
         return self._num_decisions
@@ -76,21 +79,50 @@ class Assembler:
 
     def _take_exactly(self, num: int) -> list[Segment]:
         self._num_decisions -= num
-        num_whole = 0
-        while num_whole < len(self._segments) and num >= len(self._segments[num_whole].decisions):
-            num -= len(self._segments[num_whole].decisions)
-            num_whole += 1
-        taken, self._segments = self._segments[:num_whole], self._segments[num_whole:]
-        if num:
-            head, self._segments[0] = cut_after(self._segments[0], num)
-            taken.append(head)
+        taken: list[Segment] = []
+        rest: list[Segment] = []
+        shares = self._shares(num)
+        for segment, share in zip(self._segments, shares, strict=True):
+            if share == len(segment.decisions):
+                taken.append(segment)
+            elif share:
+                head, tail = cut_after(segment, share)
+                taken.append(head)
+                rest.append(tail)
+            else:
+                rest.append(segment)
+        self._segments = rest
+        self._num_fresh = len(rest)
         return taken
+
+    def _shares(self, num: int) -> list[int]:
+        """Return how many decisions each segment gives: all of the oldest versions, then of the first segments."""
+        counts: Counter[int] = Counter()
+        for segment in self._segments:
+            first, last = _versions(segment)
+            if first == last:
+                counts[first] += len(segment.decisions)
+            else:
+                counts.update(decision.out.version for decision in segment.decisions)
+        newest, left = 0, num
+        for newest in sorted(counts):  # ends at the version of the youngest decision that is taken
+            if counts[newest] >= left:
+                break
+            left -= counts[newest]
+        shares = []
+        for segment in self._segments:
+            older, not_newer = _num_below(segment, newest), _num_below(segment, newest + 1)
+            more = min(left, not_newer - older)
+            left -= more
+            shares.append(older + more)
+        return shares
 
     def _mask(self, version: int) -> list[Dropped]:
         oldest = version - self._max_lag
         dropped: list[Dropped] = []
-        kept: list[Segment] = []
-        for segment in self._segments:
+        num_fresh = self._num_fresh if version == self._version else 0
+        kept = self._segments[:num_fresh]
+        for segment in self._segments[num_fresh:]:
             if segment.decisions[0].out.version >= oldest:  # versions grow within a segment
                 kept.append(segment)
                 continue
@@ -100,6 +132,7 @@ class Assembler:
             self._num_decisions -= num
             kept.extend(pieces)
         self._segments = kept
+        self._num_fresh, self._version = len(kept), version
         return dropped
 
 
@@ -132,6 +165,19 @@ def split_at(segment: Segment, unwanted: Callable[[Decision], bool]) -> list[Seg
 
 def _oldest(segment: Segment) -> int:
     return segment.decisions[0].out.version
+
+
+def _versions(segment: Segment) -> tuple[int, int]:
+    """Return the oldest and the newest version; they grow within a segment."""
+    return segment.decisions[0].out.version, segment.decisions[-1].out.version
+
+
+def _num_below(segment: Segment, version: int) -> int:
+    """Return how many decisions are older than `version`."""
+    oldest, newest = _versions(segment)
+    if newest < version:
+        return len(segment.decisions)
+    return sum(decision.out.version < version for decision in segment.decisions) if oldest < version else 0
 
 
 def _place(segment: Segment) -> tuple[int, int, int]:

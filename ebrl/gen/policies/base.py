@@ -62,6 +62,10 @@ def stack(rows: Sequence[Array]) -> Tensor:
     shape = (len(rows), *np.shape(rows[0]))
     if len(shape) == 1:
         return torch.from_numpy(np.array(rows, dtype))
+    first = shape[1:]
+    for row in rows:
+        if row.shape != first:
+            raise ValueError(f"observations of different shapes in one batch: {first} and {row.shape}")
     # A third of the time of np.stack, which makes a view of every row first.
     return torch.from_numpy(np.concatenate(rows, dtype=dtype, casting="same_kind").reshape(shape))
 
