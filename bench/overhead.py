@@ -101,7 +101,7 @@ async def measure(num_envs: int, seconds: float, lanes: int, seed: int) -> Cost:
     async with Runtime(seed=seed) as rt:
         gen = rt.start(Generator(policy))
         envs = rt.start(EnvGroup(spec, actor=gen, count=num_envs, lanes=lanes))
-        trainer = Trainer(envs, NoLearner(policy, 32 * num_envs), updates=1_000_000)
+        trainer = Trainer(envs, NoLearner(policy, 16 * num_envs), updates=1_000_000)
         began: tuple[float, float, float, int] | None = None
         async for report in rt.start(trainer):
             if report.update == 3:

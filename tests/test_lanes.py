@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from ebrl.core.errors import Closed, ConfigError
-from ebrl.core.lanes import Call, Completions, Mailbox
+from ebrl.core.lanes import Call, Completions, Mailbox, execute
 from ebrl.core.machine import LocalMachine, available_cores
 from ebrl.core.pools import Pool
 
@@ -220,7 +220,7 @@ def test_calls_posted_in_one_turn_leave_together() -> None:
         loop, sent = asyncio.get_running_loop(), list[list[Call]]()
         pool = Pool("cores", 1)
         mailbox = Mailbox(loop, pool, sent.append, "box")
-        calls = [Call(mailbox, loop.create_future(), int, (), 1) for _ in range(3)]
+        calls: list[Call] = [(loop.create_future(), int, (), 1) for _ in range(3)]
         for call in calls:
             mailbox.post(call)
         assert sent == []
@@ -240,20 +240,18 @@ def test_completions_from_many_threads_arrive_once_each() -> None:
         loop = asyncio.get_running_loop()
         completions = Completions(loop)
         mailbox = Mailbox(loop, None, lambda calls: None, "box")
-        calls = [Call(mailbox, loop.create_future(), int, ("1",), 1) for _ in range(4000)]
+        calls: list[Call] = [(loop.create_future(), int, ("1",), 1) for _ in range(4000)]
         mailbox.outstanding = len(calls)
-        for call in calls:
-            call.num_item = 1
 
         def put(part: list[Call]) -> None:
             for call in part:
-                call.execute()
-                completions.put(call)
+                completions.put(execute(call))
+            completions.put((None, mailbox, len(part)))
 
         threads = [threading.Thread(target=put, args=(calls[i::4],)) for i in range(4)]
         for thread in threads:
             thread.start()
-        assert await asyncio.gather(*(call.future for call in calls)) == [1] * len(calls)
+        assert await asyncio.gather(*(future for future, *_ in calls)) == [1] * len(calls)
         assert mailbox.outstanding == 0
         await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
 

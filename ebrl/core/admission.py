@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ebrl.core.errors import ConfigError
+from ebrl.core.records import Segment
 
 Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "closed"]
 
@@ -179,14 +180,15 @@ class Admission:
             self._held[env] -= num
         self._pump()
 
-    def train(self, envs: Sequence[int]) -> None:
-        """Buffered decisions, one of each environment in `envs`, were trained, and the new version is published."""
-        self._buffered -= len(envs)
-        self._trained += len(envs)
-        self._ended += len(envs)
-        if self._quota is not None:
-            for env in envs:
-                self._held[env] -= 1
+    def train(self, segments: Sequence[Segment]) -> None:
+        """The buffered decisions in these segments were trained, and the new version is published."""
+        for segment in segments:
+            num = len(segment.decisions)
+            self._buffered -= num
+            self._trained += num
+            self._ended += num
+            if self._quota is not None:
+                self._held[segment.env] -= num
         self._pump()
 
     # The consumer.

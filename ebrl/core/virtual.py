@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 import numpy as np
 
 from ebrl.core.errors import Closed, Deadlock
-from ebrl.core.lanes import Call, Mailbox
+from ebrl.core.lanes import Call, Mailbox, deliver, execute
 from ebrl.core.pools import Lease, Pool
 from ebrl.core.protocols import Lane
 from ebrl.core.rng import Domain, stream
@@ -185,17 +185,15 @@ class VirtualLane:
         """Queue ``fn(*args)`` for a future of the caller's."""
         if self._closed:
             raise Closed(f"lane {self._name} is closed: {getattr(fn, '__qualname__', fn)} was not run")
-        self._mailbox.post(Call(self._mailbox, future, fn, args, n))
+        self._mailbox.post((future, fn, args, n))
 
     def close(self) -> None:
         """Run nothing that has not begun."""
         self._closed = True
-        self._mailbox.close()
-        for call in self._queue:
-            call.future.cancel()
+        for future, *_ in [*self._mailbox.close(), *self._queue]:
+            future.cancel()
 
     def _take(self, calls: list[Call]) -> None:
-        calls[-1].num_item = len(calls)
         self._queue.extend(calls)
         if self._running is None:
             self._next()
@@ -208,15 +206,17 @@ class VirtualLane:
     def _begin(self, lease: Lease) -> None:
         call = self._running
         assert call is not None
-        seconds = 0.0 if call.future.cancelled() else self._law(call.n)
+        future, _, _, n = call
+        seconds = 0.0 if future.cancelled() else self._law(n)
         self._busy_s += seconds
         self._loop.call_later(seconds, self._finish, call, lease)
 
     def _finish(self, call: Call, lease: Lease) -> None:
-        call.execute()
+        result = execute(call)
         lease.release()
         self._running = None
-        call.deliver()
+        self._mailbox.settle()
+        deliver(result)
         if self._running is None:
             self._next()
 

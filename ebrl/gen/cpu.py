@@ -42,10 +42,11 @@ def infer(
         deterministic: Take the mode.
         pad_to: Run the network on exactly so many rows, since results may depend on the number of rows in the last bit.
     """
-    noise = np.zeros((len(requests), policy.noise_dim), np.float32)
-    if not deterministic:
-        for row, request in zip(noise, requests, strict=True):
-            row[:] = request.noise.draw(policy.noise_dim)
+    size = policy.noise_dim
+    if deterministic or not size:
+        noise = np.zeros((len(requests), size), np.float32)
+    else:
+        noise = np.concatenate([request.noise.draw(size) for request in requests]).reshape(-1, size)
     try:
         return _infer(policy, requests, noise, version, deterministic, pad_to)
     except FAILURES as error:
@@ -96,7 +97,7 @@ def _infer(
             {name: _own(rows) for name, rows in out.aux.items()},
         )
     action = batch.action
-    answers: list[ActionOut | PolicyError] = [ActionOut(action[i], version, batch, i) for i in range(num)]
+    answers: list[ActionOut | PolicyError] = [ActionOut(row, version, batch, i) for i, row in enumerate(action[:num])]
     if action.dtype.kind == "f" and not np.isfinite(action[:num]).all():
         for i in range(num):
             if not np.isfinite(action[i]).all():

@@ -42,6 +42,7 @@ class BatchQueue(Generic[R]):
         self._waiting: deque[R] = deque()
         self._since: deque[float] = deque()
         self._loop = asyncio.get_running_loop()
+        self._clock = self._loop.time
         self._armed = False
         self._withdrawn = False
         self._timer: asyncio.TimerHandle | None = None
@@ -52,7 +53,7 @@ class BatchQueue(Generic[R]):
     def put(self, request: R) -> None:
         """Add a request."""
         self._waiting.append(request)
-        self._since.append(self._loop.time())
+        self._since.append(self._clock())
         if not self._armed and self._free:
             self._arm()
 

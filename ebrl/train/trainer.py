@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.protocols import Experience, Lane, Learner
@@ -117,18 +119,21 @@ class Trainer:
         hungry_s = clock()
         batch = await self._next_batch()
         update_s = clock()
-        metrics = await lane.run(self._learner.update, batch, n=self._learner.batch_size)
+        metrics, lags = await lane.run(self._update, batch, n=self._learner.batch_size)
         version = await self._envs.actor.weights.publish(self._learner.policy, lane)
         done_s = clock()
-        self._envs.admission.train([decision.env for decision in batch.decisions])
+        self._envs.admission.train(batch.segments)
         self._envs.flush(version, self.max_lag)
         self._num_updates += 1
         if runtime.trace is not None:
             runtime.trace.span(lane.name, "update", update_s, done_s, version=version)
-        report = self._report(batch, metrics, update_s - hungry_s, done_s - update_s, done_s)
+        report = self._report(lags, metrics, update_s - hungry_s, done_s - update_s, done_s)
         del batch  # or its thousands of records would count as growth
         runtime.boundary()
         return report
+
+    def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
+        return self._learner.update(batch), batch.lags
 
     async def _next_batch(self) -> TrainBatch:
         envs, assembler = self._envs, self._assembler
@@ -150,9 +155,8 @@ class Trainer:
             self._envs.admission.drop(drop.env, drop.reason, "buffered", drop.num)
 
     def _report(
-        self, batch: TrainBatch, metrics: Mapping[str, float], rollout_s: float, update_s: float, now_s: float
+        self, lags: NDArray[np.int64], metrics: Mapping[str, float], rollout_s: float, update_s: float, now_s: float
     ) -> UpdateReport:
-        lags = batch.lags
         return UpdateReport(
             update=self._num_updates,
             num_decisions=len(lags),
