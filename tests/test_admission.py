@@ -153,10 +153,10 @@ async def test_a_cancelled_waiter_is_no_waiter() -> None:
     async with Scope() as scope:
         waiter = scope.start(admission.start(1), "waiter")
         await settle()
-        assert admission.num_waiting == 1
+        assert admission.ledger().num_waiting == 1
         waiter.cancel()
         await settle()
-        assert admission.num_waiting == 0
+        assert admission.ledger().num_waiting == 0
 
 
 @virtually
@@ -189,11 +189,11 @@ async def test_open_segments_are_flushed_when_the_consumer_starves() -> None:
     async with Scope() as scope:
         waiter = scope.start(admission.start(2), "waiter")
         await settle()
-        admission.hungry = True
+        admission.set_hungry(True)
         assert flushes == [], "one parked decision completes no batch"
         admission.park()
         assert flushes == [2]
-        admission.hungry = False
+        admission.set_hungry(False)
         admission.train([make_segment(1, env=0), make_segment(1, env=1)])
         await waiter
 
@@ -202,17 +202,17 @@ async def test_open_segments_are_flushed_when_the_consumer_starves() -> None:
 async def test_no_flush_while_nobody_waits_or_the_consumer_is_busy() -> None:
     flushes = list[None]()
     admission = opened(batch_size=2, on_starved=lambda: flushes.append(None))
-    admission.hungry = True
+    admission.set_hungry(True)
     for env in (0, 1):
         assert admission.try_start(env)
         admission.park()
     assert not flushes, "nobody waits: the segments may grow"
-    admission.hungry = False
+    admission.set_hungry(False)
     async with Scope() as scope:
         scope.start(admission.start(2), "waiter")
         await settle()
         assert not flushes, "the consumer is busy: there is time"
-        admission.hungry = True
+        admission.set_hungry(True)
         assert len(flushes) == 1
 
 
@@ -241,7 +241,7 @@ class Model:
         assert held <= self.limit
         assert not self.per_env or sum(self.admission._held) == held
         assert min(self.admission._held) >= 0
-        assert self.per_env or held == self.limit or not self.admission.num_waiting, "credit is free, somebody waits"
+        assert self.per_env or held == self.limit or not ledger.num_waiting, "credit is free, somebody waits"
 
     def flush(self) -> None:
         self.check()
@@ -285,12 +285,12 @@ class Model:
 
     async def consumer(self) -> None:
         while True:
-            self.admission.hungry = True
+            self.admission.set_hungry(True)
             if len(self.buffered) < self.batch_size:
                 await asyncio.sleep(1)
                 self.check()
                 continue
-            self.admission.hungry = False
+            self.admission.set_hungry(False)
             if self.rng.random() < 0.3:  # too old: found when the batch is taken
                 self.drop(self.buffered.pop(0), "masked", "buffered")
                 continue

@@ -205,7 +205,7 @@ async def test_a_timeout_cancels_an_act_that_waits_for_credit_which_costs_none()
         await asyncio.sleep(50)
         ledger = envs.admission.ledger()
     assert (ledger.started, ledger.parked, ledger.in_flight, ledger.dropped) == (2, 2, 0, {})
-    assert envs.admission.num_waiting == 0
+    assert envs.admission.ledger().num_waiting == 0
 
 
 @pytest.mark.parametrize("calls", ["act, step", "act_step"])

@@ -274,7 +274,7 @@ async def test_a_second_actor_needs_no_credit() -> None:
         envs.open_training(1, max_lag=0)
         await asyncio.sleep(100)
         assert asked == 5
-        assert envs.admission.num_waiting == 1
+        assert envs.admission.ledger().num_waiting == 1
 
 
 @virtually

@@ -30,7 +30,7 @@ Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "clo
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where all started decisions are; see the module."""
+    """Where all started decisions are (see the module), and how many environments wait for credit."""
 
     started: int
     trained: int
@@ -38,6 +38,7 @@ class Ledger:
     buffered: int
     parked: int
     in_flight: int
+    num_waiting: int
 
     @property
     def balanced(self) -> bool:
@@ -126,20 +127,16 @@ class Admission:
         try:
             await future
         except asyncio.CancelledError:
-            if not future.cancelled():
-                self.undo(env)
+            if not future.cancelled():  # a credit came in this very turn: nothing was begun with it
+                self._started -= 1
+                self._in_flight -= 1
+                if self._quota is not None:
+                    self._held[env] -= 1
+                self._pump()
             elif entry in self._waiters:
                 self._waiters.remove(entry)
                 self._pump()
             raise
-
-    def undo(self, env: int) -> None:
-        """Take back a start that came to nothing: no policy was asked."""
-        self._started -= 1
-        self._in_flight -= 1
-        if self._quota is not None:
-            self._held[env] -= 1
-        self._pump()
 
     # Where decisions go.
 
@@ -193,25 +190,23 @@ class Admission:
 
     # The consumer.
 
-    @property
-    def hungry(self) -> bool:
-        """Whether the consumer waits for a batch; set by the consumer."""
-        return self._hungry
-
-    @hungry.setter
-    def hungry(self, value: bool) -> None:
+    def set_hungry(self, value: bool) -> None:
+        """Say whether the consumer waits for a batch."""
         self._hungry = value
         if value and self._waiters:
             self._look()
 
-    @property
-    def num_waiting(self) -> int:
-        """Environments that wait for credit."""
-        return len(self._waiters)
-
     def ledger(self) -> Ledger:
         """Where all started decisions are."""
-        return Ledger(self._started, self._trained, dict(self._dropped), self._buffered, self._parked, self._in_flight)
+        return Ledger(
+            started=self._started,
+            trained=self._trained,
+            dropped=dict(self._dropped),
+            buffered=self._buffered,
+            parked=self._parked,
+            in_flight=self._in_flight,
+            num_waiting=len(self._waiters),
+        )
 
     def _may(self, env: int) -> bool:
         if self._quota is not None:

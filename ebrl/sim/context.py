@@ -55,6 +55,8 @@ class EnvContext:
         self._other_noise: dict[int, NoiseStream] = {}
         self.meter = EpisodeMeter()
         self._observe = group.observe
+        self._trace = group.trace
+        self._mark_s = 0.0  # when the running call began, for the trace
         self._last_obs: Observation = {}
         self._busy: str | None = None
         self._needs_reset: str | None = "there was no reset yet"
@@ -111,6 +113,8 @@ class EnvContext:
         self.episode += 1
         meter.begin(self._loop.time(), self.recorder.num_decisions)
         self._last_obs = obs if self._observe is None else self._observe(obs)
+        if self._trace is not None:
+            _span(self, "reset")
         return self._last_obs, info
 
     async def act(self, obs: Observation, actor: Actor | None = None) -> ActionOut:
@@ -144,6 +148,8 @@ class EnvContext:
                 self._actor.withdraw()
                 self.recorder.drop_current("cancelled")
         self.recorder.begin(self.episode, obs, out)
+        if self._trace is not None:
+            _span(self, "act")
         return out
 
     async def act_step(self, obs: Observation) -> StepResult:
@@ -178,6 +184,8 @@ class EnvContext:
                 self._request = ActStepRequest(self, self._noise)  # the actor may still hold the other one
                 self._lose(True)
         self.recorder.begin(self.episode, obs, request.out)
+        if self._trace is not None:
+            _span(self, "act_step")
         return _took(self, result)
 
     async def step(self, action: Array) -> StepResult:
@@ -242,7 +250,7 @@ class EnvContext:
     def finish_episode(self) -> None:
         """Close what is open. Called by the group when the program has returned."""
         if not self.done:  # the program leaves an episode that could have gone on
-            self._end_episode("the program has left the episode")
+            _end_episode(self, "the program has left the episode")
         self.recorder.end(self._last_obs)
 
     async def _step(self, name: str, action: Array) -> StepResult:
@@ -264,6 +272,8 @@ class EnvContext:
             self._busy = None
             if not stepped:
                 self._lose(self.recorder.current is not None)
+        if self._trace is not None:
+            _span(self, name)
         return _took(self, result)
 
     def _lose(self, started: bool) -> None:
@@ -271,13 +281,7 @@ class EnvContext:
         if started:
             self.recorder.drop_current("lost")
         self.recorder.cut("lost")
-        self._end_episode("a step failed or was cancelled while it ran, so the state of the simulator is unknown")
-
-    def _end_episode(self, why: str) -> None:
-        self._needs_reset = why
-        decision, recorder = self.recorder.current, self.recorder
-        version = self.version if decision is None else decision.version
-        self._group.finish(self.meter.end(self.index, self._loop.time(), recorder.num_decisions, version))
+        _end_episode(self, "a step failed or was cancelled while it ran, so the state of the simulator is unknown")
 
 
 def _took(env: EnvContext, result: StepResult) -> StepResult:
@@ -301,8 +305,24 @@ def _took(env: EnvContext, result: StepResult) -> StepResult:
     if result.terminated or result.truncated:
         if decision is not None:
             decision.terminated, decision.truncated = result.terminated, result.truncated
-        env._end_episode("the episode has ended")
+        _end_episode(env, "the episode has ended")
     return result
+
+
+def _end_episode(env: EnvContext, why: str) -> None:
+    env._needs_reset = why
+    decision, recorder = env.recorder.current, env.recorder
+    version = env.version if decision is None else decision.version
+    env._group.finish(env.meter.end(env.index, env._loop.time(), recorder.num_decisions, version))
+
+
+def _span(env: EnvContext, name: str) -> None:
+    """Record the time since the last span of this environment: what it waited for."""
+    assert env._trace is not None
+    now_s = env._loop.time()
+    place = {"episode": env.episode, "decision": env.recorder.place}
+    env._trace.span(f"{env._group.name}-{env.index}", name, env._mark_s, now_s, **place)
+    env._mark_s = now_s
 
 
 async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 from ebrl.core.admission import Admission
@@ -12,6 +13,7 @@ from ebrl.core.protocols import Actor
 from ebrl.core.records import EnvSpec, Episode, Host, Observation, Segment
 from ebrl.core.runtime import Runtime
 from ebrl.core.scope import Scope
+from ebrl.core.trace import Trace
 from ebrl.sim.context import EnvContext
 from ebrl.sim.hosts import SimHost
 from ebrl.sim.placement import make_hosts
@@ -70,6 +72,7 @@ class EnvGroup:
         self.name = name
         self.observe = observe
         self.seed = 0
+        self.trace: Trace | None = None
         self.admission = Admission(count)
         self._program = program
         self._host = host or spec.host
@@ -88,6 +91,7 @@ class EnvGroup:
         """Take lanes; called by `Runtime.start`."""
         self._runtime = runtime
         self.seed = runtime.seed
+        self.trace = runtime.trace
         self._hosts = make_hosts(
             self.spec,
             self.count,
@@ -117,7 +121,7 @@ class EnvGroup:
         return {
             "env_steps": self.env_steps,
             "busy_s": sum(host.busy_s for host in self._hosts),
-            "waiting_for_credit": self.admission.num_waiting,
+            "waiting_for_credit": ledger.num_waiting,
             "started": ledger.started,
             "trained": ledger.trained,
             "buffered": ledger.buffered,
@@ -148,7 +152,10 @@ class EnvGroup:
         if self._runtime is None:
             raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
         self.admission.open(
-            batch_size, max_lag, per_env=self._runtime.deterministic and max_lag == 0, on_starved=self._starved
+            batch_size,
+            max_lag,
+            per_env=self._runtime.deterministic and max_lag == 0,
+            on_starved=partial(_cut_all, self._recorders),
         )
         for recorder in self._recorders:
             recorder.segment_length = self._segment_length or max(8, batch_size // self.count)
@@ -211,10 +218,6 @@ class EnvGroup:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    def _starved(self) -> None:
-        for recorder in self._recorders:
-            recorder.cut("starved")
-
     async def _live(self, env: EnvContext) -> None:
         while True:
             before = env.num_calls
@@ -229,6 +232,11 @@ class EnvGroup:
             except Exception as error:
                 _note(error, env.where())
                 raise
+
+
+def _cut_all(recorders: Iterable[Recorder]) -> None:
+    for recorder in recorders:
+        recorder.cut("starved")
 
 
 def _note(error: BaseException, where: str) -> None:

@@ -137,7 +137,7 @@ class Trainer:
 
     async def _next_batch(self) -> TrainBatch:
         envs, assembler = self._envs, self._assembler
-        envs.admission.hungry = True
+        envs.admission.set_hungry(True)
         try:
             while True:
                 for segment in envs.take_segments():
@@ -148,7 +148,7 @@ class Trainer:
                     return batch
                 await envs.wait_segments()
         finally:
-            envs.admission.hungry = False
+            envs.admission.set_hungry(False)
 
     def _book(self, dropped: list[Dropped]) -> None:
         for drop in dropped:
