@@ -5,7 +5,9 @@ EXTRAS ?= dev,metaworld,bench
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DEMO_ARGS ?= --env Meta-World/MT1 --env-kwargs env_name reach-v3 --horizon 150 --action-repeat 2 --target-success 0.95
+DEMO_ARGS ?= --env Meta-World/MT1 --env-kwargs env_name reach-v3 --horizon 150 --action-repeat 2 --num-envs 16 \
+	--max-lag 1 --ppo.reward-scale 0.1 --ppo.gamma 0.95 --target-success 0.95 --eval-every 4 --run-dir $(DEMO_DIR)
+DEMO_DIR ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_ARGS ?=
 
 .PHONY: help venv test lint types unit format demo clean

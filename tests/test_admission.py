@@ -175,45 +175,37 @@ async def test_a_waiter_cancelled_in_the_turn_of_its_credit_passes_it_on() -> No
 
 
 @virtually
-async def test_open_segments_are_flushed_when_the_consumer_starves() -> None:
-    admission, flushes = Admission(3), list[int]()
-
-    def starved() -> None:
-        flushes.append(admission.ledger().parked)
-        admission.emit(admission.ledger().parked)
-
-    admission.open(2, 0, on_starved=starved)
-    assert admission.try_start(0)
-    assert admission.try_start(1)
-    admission.park()
+async def test_the_consumer_is_ready_when_a_batch_is_finished_in_segments_or_out_of_them() -> None:
+    admission = opened(num_envs=3, batch_size=2)
     async with Scope() as scope:
-        waiter = scope.start(admission.start(2), "waiter")
-        await settle()
-        admission.set_hungry(True)
-        assert flushes == [], "one parked decision completes no batch"
+        ready = scope.start(admission.ready(), "consumer")
+        for env in (0, 1):
+            assert admission.try_start(env)
         admission.park()
-        assert flushes == [2]
-        admission.set_hungry(False)
-        admission.train([make_segment(1, env=0), make_segment(1, env=1)])
-        await waiter
+        await settle()
+        assert not ready.done(), "one finished decision makes no batch"
+        admission.emit(1)
+        admission.park()
+        await ready
+        assert admission.missing == 1
+    await admission.ready()  # at once, as long as nothing was taken
 
 
 @virtually
-async def test_no_flush_while_nobody_waits_or_the_consumer_is_busy() -> None:
-    flushes = list[None]()
-    admission = opened(batch_size=2, on_starved=lambda: flushes.append(None))
-    admission.set_hungry(True)
+async def test_a_drop_of_what_was_finished_makes_the_consumer_wait_again() -> None:
+    admission = opened(num_envs=2, batch_size=2)
     for env in (0, 1):
         assert admission.try_start(env)
         admission.park()
-    assert not flushes, "nobody waits: the segments may grow"
-    admission.set_hungry(False)
+    admission.emit(2)
+    admission.drop(0, "masked", "buffered")
     async with Scope() as scope:
-        scope.start(admission.start(2), "waiter")
+        ready = scope.start(admission.ready(), "consumer")
         await settle()
-        assert not flushes, "the consumer is busy: there is time"
-        admission.set_hungry(True)
-        assert len(flushes) == 1
+        assert not ready.done()
+        assert admission.try_start(0)
+        assert not admission.next(0), "there is no further credit"
+        await ready
 
 
 class Model:
@@ -230,7 +222,7 @@ class Model:
         self.arrived: list[int] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.per_env = per_env
-        self.admission.open(batch_size, max_lag, per_env=per_env, on_starved=self.flush)
+        self.admission.open(batch_size, max_lag, per_env=per_env)
 
     def check(self) -> None:
         ledger = self.admission.ledger()
@@ -285,12 +277,9 @@ class Model:
 
     async def consumer(self) -> None:
         while True:
-            self.admission.set_hungry(True)
-            if len(self.buffered) < self.batch_size:
-                await asyncio.sleep(1)
-                self.check()
-                continue
-            self.admission.set_hungry(False)
+            await self.admission.ready()
+            assert len(self.parked) + len(self.buffered) >= self.batch_size
+            self.flush()
             if self.rng.random() < 0.3:  # too old: found when the batch is taken
                 self.drop(self.buffered.pop(0), "masked", "buffered")
                 continue

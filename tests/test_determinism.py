@@ -24,7 +24,7 @@ from ebrl.train.evaluate import evaluate
 from ebrl.train.fake import ScriptedLearner
 from ebrl.train.ppo import PPO, PPOConfig
 from ebrl.train.trainer import Trainer
-from tests.helpers import RecordingLearner, leaves, scripted_spec
+from tests.helpers import RecordingLearner, leaves, next_segments, scripted_spec
 
 LENGTHS = scripted_spec(length=lambda rng: 3 + int(rng.integers(10)))
 CONFIG = PPOConfig(batch_size=24, minibatch_size=8, epochs=2)
@@ -163,8 +163,7 @@ async def answers(count: int, *, gen_lanes: int = 1, latency_seed: int = 0) -> l
         envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=count, program=program))
         envs.open_training(10_000 * count, max_lag=0)
         while len(outs) < 40:
-            await envs.wait_segments()
-            envs.take_segments()
+            await next_segments(envs)
     return outs[:40]
 
 

@@ -23,7 +23,7 @@ from ebrl.sim.fake import ScriptedFault
 from ebrl.sim.group import EnvGroup
 from ebrl.train.evaluate import evaluate
 from ebrl.train.trainer import Trainer
-from tests.helpers import RecordingLearner, Stage, assert_sound, leaves, scripted_spec, training
+from tests.helpers import RecordingLearner, Stage, assert_sound, leaves, next_segments, scripted_spec, training
 from tests.test_asynchrony import assert_trained_fairly, chaos
 
 T = TypeVar("T")
@@ -117,8 +117,7 @@ def test_a_service_and_a_blocking_call(run: Run) -> None:
             envs.open_training(1000, max_lag=0)
             seen: set[int] = set()
             while len(seen) < 4:
-                await envs.wait_segments()
-                for segment in envs.take_segments():
+                for segment in await next_segments(envs):
                     seen.add(segment.env)
                     assert [d.num_steps for d in segment.decisions] == [1] * len(segment.decisions)
         assert all(called[index] >= 9 for index in range(4))

@@ -180,11 +180,12 @@ async def test_an_intervention_is_not_trained_and_its_neighbours_bootstrap_aroun
         async for report in stage.trainer:
             assert report.dropped == {"intervention": 1}
         assert_sound(stage.envs.admission.ledger())
-    before, after = stage.learner.batches[0].segments
-    assert [[d.index for d in s.decisions] for s in (before, after)] == [[0], [2, 3]]
+    before, *after = stage.learner.batches[0].segments
+    assert [d.index for d in before.decisions] == [0]
+    assert [d.index for s in after for d in s.decisions] == [2, 3]
     assert_array_equal(before.last_obs, obs_of[1])
-    assert_array_equal(after.decisions[0].obs, obs_of[2])
-    assert_array_equal(after.last_obs, obs_of[-1])
+    assert_array_equal(after[0].decisions[0].obs, obs_of[2])
+    assert_array_equal(after[-1].last_obs, obs_of[-1])
 
 
 @virtually

@@ -149,14 +149,13 @@ class Experience(Protocol):
     def open_training(self, batch_size: int, max_lag: int) -> None:
         """Begin to produce segments; called once, when the consumer opens."""
 
-    def take_segments(self) -> list[Segment]:
-        """All segments that are ready, in order of arrival."""
+    def take_segments(self, stale: int | None = None) -> list[Segment]:
+        """Hand over all segments that are ready.
 
-    async def wait_segments(self) -> None:
-        """Return when there is a segment to take."""
-
-    def flush(self, version: int, max_lag: int) -> None:
-        """Cut every open segment that would exceed the lag bound by waiting for the next version."""
+        Args:
+            stale: First cut every open segment with a decision of this version or an older one; then, while a batch
+                is not complete, those with the oldest versions. None: cut nothing.
+        """
 
     def take_episodes(self) -> list[Episode]:
         """Episodes that ended since the last call."""

@@ -181,7 +181,7 @@ class Decision:
         return self.out.version
 
 
-Reason: TypeAlias = Literal["full", "end", "flushed", "starved", "split", "lost"]
+Reason: TypeAlias = Literal["end", "full", "taken", "split", "lost"]
 
 
 @dataclass(slots=True)

@@ -37,9 +37,12 @@ class _VirtualSelector(selectors.DefaultSelector):
     loop: VirtualLoop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0)
-        if events or timeout == 0:
-            return events
+        if self.loop._num_threads or len(self.get_map()) > 1:  # else only the loop's own pipe: nobody is out there
+            events = super().select(0)
+            if events:
+                return events
+        if timeout == 0:
+            return []
         if self.loop._num_threads:
             return super().select(None)
         self.loop._advance(timeout)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import partial
 from typing import TypeAlias
 
 from ebrl.core.admission import Admission
@@ -55,8 +55,8 @@ class EnvGroup:
             host: ``"thread"`` or ``"process"``; default: what the spec wants.
             lanes: Threads, or processes, that share the simulators; environment i belongs to lane ``i % lanes`` for
                 life. Default: one thread each up to 256, or one process per core.
-            segment_length: Decisions after which an open segment is handed on; default: the consumer's batch
-                divided by N, at least 8.
+            segment_length: Decisions after which a segment is cut. Default: none, so that segments are as long as the
+                end of episodes and the needs of the consumer allow.
             observe: Applied to every observation, the final one of an episode included; on the loop, so keep it short.
             name: Of the service; keys its random streams.
 
@@ -77,13 +77,11 @@ class EnvGroup:
         self._program = program
         self._host = host or spec.host
         self._lanes = lanes
-        self._segment_length = segment_length
         self._runtime: Runtime | None = None
         self._hosts: list[SimHost] = []
-        self._recorders = [Recorder(i, spec.task, self._emit) for i in range(count)]
+        self._recorders = [Recorder(i, spec.task, segment_length or sys.maxsize, self._emit) for i in range(count)]
         self._contexts: list[EnvContext] = []
         self._segments: list[Segment] = []
-        self._wake: asyncio.Future[None] | None = None
         self._episodes: list[Episode] = []
         self.plan = Plan()
 
@@ -151,39 +149,27 @@ class EnvGroup:
         """
         if self._runtime is None:
             raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
-        self.admission.open(
-            batch_size,
-            max_lag,
-            per_env=self._runtime.deterministic and max_lag == 0,
-            on_starved=partial(_cut_all, self._recorders),
-        )
+        self.admission.open(batch_size, max_lag, per_env=self._runtime.deterministic and max_lag == 0)
         for recorder in self._recorders:
-            recorder.segment_length = self._segment_length or max(8, batch_size // self.count)
             recorder.admission = self.admission
         self.plan.train(self.seed)
 
-    def take_segments(self) -> list[Segment]:
-        """All segments that are ready, in order of arrival."""
+    def take_segments(self, stale: int | None = None) -> list[Segment]:
+        """Hand over all segments that are ready, in order of arrival.
+
+        Args:
+            stale: First cut every open segment that holds a decision of this version or an older one, which could not
+                wait for the next batch; then, while a batch is not complete, those with the oldest versions. None:
+                cut nothing.
+        """
+        if stale is not None:
+            started = [recorder for recorder in self._recorders if recorder.oldest_version is not None]
+            for recorder in sorted(started, key=lambda recorder: recorder.oldest_version or 0):
+                if (recorder.oldest_version or 0) > stale and self.admission.missing <= 0:
+                    break
+                recorder.cut("taken")
         segments, self._segments = self._segments, []
         return segments
-
-    async def wait_segments(self) -> None:
-        """Return when there is a segment to take."""
-        if not self._segments:
-            self._wake = asyncio.get_running_loop().create_future()
-            try:
-                await self._wake
-            finally:
-                self._wake = None
-
-    def flush(self, version: int, max_lag: int) -> None:
-        """Cut every open segment that would exceed the bound by waiting for another version."""
-        stale = version - max(1, max_lag)
-        for recorder in self._recorders:
-            recorder.stale_version = stale  # what is in flight now is cut when it is parked
-            oldest = recorder.oldest_version
-            if oldest is not None and oldest <= stale:
-                recorder.cut("flushed")
 
     def take_episodes(self) -> list[Episode]:
         """Episodes that ended since the last call."""
@@ -215,8 +201,6 @@ class EnvGroup:
 
     def _emit(self, segment: Segment) -> None:
         self._segments.append(segment)
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
 
     async def _live(self, env: EnvContext) -> None:
         while True:
@@ -232,11 +216,6 @@ class EnvGroup:
             except Exception as error:
                 _note(error, env.where())
                 raise
-
-
-def _cut_all(recorders: Iterable[Recorder]) -> None:
-    for recorder in recorders:
-        recorder.cut("starved")
 
 
 def _note(error: BaseException, where: str) -> None:

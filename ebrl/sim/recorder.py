@@ -28,23 +28,22 @@ class Recorder:
         "env",
         "place",
         "segment_length",
-        "stale_version",
         "task",
     )
 
-    def __init__(self, env: int, task: str, emit: Callable[[Segment], None]) -> None:
+    def __init__(self, env: int, task: str, segment_length: int, emit: Callable[[Segment], None]) -> None:
         """Make a recorder.
 
         Args:
             env: Index of its environment.
             task: Of its environment.
+            segment_length: Decisions after which a segment is cut.
             emit: Takes finished segments.
         """
         self.env = env
         self.task = task
         self.admission: Admission | None = None
-        self.segment_length = 1
-        self.stale_version = -1  # decisions of it cannot wait for another version
+        self.segment_length = segment_length
         self.current: Decision | None = None
         self.place = 0  # index of the decision that was started last
         self._emit = emit
@@ -69,11 +68,9 @@ class Recorder:
         if admission is None:
             self.current = None
             return False
-        simple = decision is not None and decision.num_steps and decision.out.version > self.stale_version
-        if not simple or len(self._open) + 1 >= self.segment_length:
+        if decision is None or not decision.num_steps or len(self._open) + 1 >= self.segment_length:
             self.park(obs)
             return not admission.try_start(self.env)
-        assert decision is not None
         self.current = None  # as in park(), with one call for both
         self._last_obs = obs
         self._open.append(decision)
@@ -101,8 +98,6 @@ class Recorder:
         admission.park()
         if len(self._open) >= self.segment_length:
             self.cut("full")
-        elif self._open and self._open[0].out.version <= self.stale_version:
-            self.cut("flushed")
 
     def end(self, final_obs: Observation) -> None:
         """The episode is over: nothing that comes belongs to the open segment."""

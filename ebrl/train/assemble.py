@@ -4,7 +4,7 @@ The lag of a decision is the learner's version when its batch is taken minus the
 together bound it, and none does alone:
 
 - **order**: batches take the oldest versions first, decision by decision;
-- **flush**: from each publish on, open segments that would exceed the bound by waiting are cut (`EnvGroup.flush`);
+- **cut**: with each batch, open segments that could not wait for the next are cut (`EnvGroup.take_segments`);
 - **mask**: what is too old all the same is dropped here, decision by decision.
 
 Segments are split so that a batch has exactly B: with whole segments, the credit of admission and the size of

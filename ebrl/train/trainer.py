@@ -1,7 +1,7 @@
 """`Trainer`: the loop that turns segments into versions, while environments and generator go on.
 
 Consumes a batch of B decisions; waits for enough admissible ones; is woken by the recorders. After each update it
-publishes the weights, gives the credit of the batch back, and has segments flushed that could not wait for the next.
+publishes the weights and gives the credit of the batch back.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ class Trainer:
         version = await self._envs.actor.weights.publish(self._learner.policy, lane)
         done_s = clock()
         self._envs.admission.train(batch.segments)
-        self._envs.flush(version, self.max_lag)
         self._num_updates += 1
         if runtime.trace is not None:
             runtime.trace.span(lane.name, "update", update_s, done_s, version=version)
@@ -137,18 +136,15 @@ class Trainer:
 
     async def _next_batch(self) -> TrainBatch:
         envs, assembler = self._envs, self._assembler
-        envs.admission.set_hungry(True)
-        try:
-            while True:
-                for segment in envs.take_segments():
-                    self._book(assembler.add(segment))
-                batch, dropped = assembler.take(envs.actor.weights.version)
-                self._book(dropped)
-                if batch is not None:
-                    return batch
-                await envs.wait_segments()
-        finally:
-            envs.admission.set_hungry(False)
+        while True:
+            await envs.admission.ready()
+            version = envs.actor.weights.version
+            for segment in envs.take_segments(stale=version - self.max_lag):
+                self._book(assembler.add(segment))
+            batch, dropped = assembler.take(version)
+            self._book(dropped)
+            if batch is not None:
+                return batch
 
     def _book(self, dropped: list[Dropped]) -> None:
         for drop in dropped:

@@ -1,0 +1,40 @@
+"""Every benchmark runs, and says what it found in the agreed form; its bars are not looked at here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+BENCHES = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if path.stem not in {"__init__", "report"})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_smoke_run_ends_well_and_prints_its_record(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{name}", "--smoke", "--json", "--seed", "3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record.keys() == {"bench", "git", "seed", "machine", "checks", "data"}
+    assert (record["bench"], record["seed"], record["checks"]) == (name, 3, [])
+    assert record["data"]
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_its_docstring_states_a_hypothesis_and_a_command(name: str) -> None:
+    text = (ROOT / "bench" / f"{name}.py").read_text()
+    doc = text.split('"""')[1]
+    assert "Hypothesis:" in doc
+    assert f"python -m bench.{name}" in doc
+    assert "--json" in doc
