@@ -95,7 +95,7 @@ def make_decision(
         index=index,
         obs=obs if obs is not None else np.full(3, index, np.float32),
         out=out if out is not None else make_action_out(version, **kwargs),
-        rewards=list(rewards),
+        rewards=tuple(rewards),
         num_steps=len(rewards),
         terminated=terminated,
         truncated=truncated,

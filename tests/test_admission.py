@@ -16,7 +16,7 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.scope import Scope
 from ebrl.core.testing import settle
 from ebrl.core.virtual import run_virtual
-from tests.helpers import make_segment, virtually
+from tests.helpers import virtually
 
 
 def opened(num_envs: int = 4, batch_size: int = 4, max_lag: int = 0, **kwargs: Any) -> Admission:
@@ -56,7 +56,7 @@ def test_training_and_dropping_give_credit_back() -> None:
     admission.park()
     admission.emit(2)
     assert admission.ledger().buffered == 2
-    admission.train([make_segment(1, env=0), make_segment(1, env=1)])
+    admission.train([(0, 1), (1, 1)])
     assert admission.try_start(2)
     admission.drop(2, "unexecuted", "in_flight")
     ledger = admission.ledger()
@@ -94,7 +94,7 @@ def test_deterministic_mode_gives_every_environment_the_same() -> None:
     for _ in range(4):
         admission.park()
     admission.emit(4)
-    admission.train([make_segment(2, env=0), make_segment(2, env=1)])
+    admission.train([(0, 2), (1, 2)])
     assert admission.try_start(0)
 
 
@@ -284,7 +284,7 @@ class Model:
                 self.drop(self.buffered.pop(0), "masked", "buffered")
                 continue
             batch, self.buffered = self.buffered[: self.batch_size], self.buffered[self.batch_size :]
-            self.admission.train([make_segment(1, env=env) for env in batch])
+            self.admission.train((env, 1) for env in batch)
             self.check()
             if self.rng.random() < 0.3:  # in the turn in which waiters got credit, before they know of it
                 self.rng.choice(self.tasks).cancel()

@@ -56,7 +56,7 @@ def segment(
     out = BatchOut(zeros, zeros, np.zeros(len(values), np.float32), {"u": zeros})
     decisions = []
     for t, (v, reward) in enumerate(zip(values, rewards, strict=True)):
-        reward = reward if isinstance(reward, list) else [float(reward)]
+        reward = tuple(reward) if isinstance(reward, list) else (float(reward),)
         decisions.append(
             Decision(env, 0, first + t, value(v), ActionOut(out.action[t], 0, out, t), reward, len(reward))
         )
@@ -127,7 +127,7 @@ def rollout_of(policy: TorchPolicy, *, seed: int = 0, num_envs: int = 4, num_ste
             # The good action is the one near the first number of the observation.
             reward = -float(np.square(batch.action[env].flat[0] - obs[env][0]))
             answer = ActionOut(batch.action[env], 0, batch, env)
-            decision = Decision(env, t // 5, t, obs[env], answer, [reward], 1)
+            decision = Decision(env, t // 5, t, obs[env], answer, (reward,), 1)
             current[env].append(decision)
             if t % 5 == 4 or t == num_steps - 1:
                 decision.terminated = env == 0 and t % 5 == 4

@@ -208,7 +208,7 @@ def test_dictionaries_of_arrays() -> None:
 
 @pytest.mark.parametrize("reward", [1.5, np.float32(1.5), np.float64(1.5), np.array(1.5), np.array([1.5], np.float32)])
 def test_rewards_become_floats(reward: Any) -> None:
-    assert answering(reward=reward).step(ZERO).rewards == [1.5]
+    assert answering(reward=reward).step(ZERO).rewards == (1.5,)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), np.float32("inf"), None, "1", np.zeros(2)])

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ebrl.core.errors import ConfigError
-from ebrl.core.records import Segment
 
 Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "closed"]
 
@@ -172,15 +171,18 @@ class Admission:
             self._held[env] -= num
         self._pump()
 
-    def train(self, segments: Sequence[Segment]) -> None:
-        """The buffered decisions in these segments were trained, and the new version is published."""
-        for segment in segments:
-            num = len(segment.decisions)
+    def train(self, shares: Iterable[tuple[int, int]]) -> None:
+        """Buffered decisions were trained, and the new version is published.
+
+        Args:
+            shares: ``(environment, decisions)``; one environment may come several times.
+        """
+        for env, num in shares:
             self._buffered -= num
             self._trained += num
             self._ended += num
             if self._quota is not None:
-                self._held[segment.env] -= num
+                self._held[env] -= num
         self._pump()
 
     # The consumer.

@@ -243,10 +243,15 @@ class ThreadLane:
     def _work(self) -> None:
         put, get, clock = self._completions.put, self._queue.get, time.perf_counter
         while (calls := get()) is not None:
-            began = clock()
-            for call in calls:
-                put(execute(call))
+            began, num = clock(), len(calls)
+            self._run_all(calls)
+            calls.clear()  # what they hold is freed here and now, not when the next calls come
             self._busy_s += clock() - began
             if self._pooled:
-                put((None, self.mailbox, len(calls)))
+                put((None, self.mailbox, num))
         put((self._ended, None, None))
+
+    def _run_all(self, calls: list[Call]) -> None:
+        put = self._completions.put
+        for call in calls:
+            put(execute(call))

@@ -85,7 +85,7 @@ class StepResult:
     """
 
     obs: Observation
-    rewards: list[float]
+    rewards: tuple[float, ...]
     terminated: bool
     truncated: bool
     info: dict[str, Any]
@@ -169,7 +169,7 @@ class Decision:
     index: int
     obs: Observation
     out: ActionOut
-    rewards: list[float]
+    rewards: tuple[float, ...]
     num_steps: int = 0
     terminated: bool = False
     truncated: bool = False

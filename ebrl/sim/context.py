@@ -225,7 +225,7 @@ class EnvContext:
             raise ProgramError(f"reward() without an executed decision ({self.where()}): call it after step()")
         if not np.isfinite(value):
             raise ProgramError(f"reward({value}) is not finite ({self.where()})")
-        decision.rewards = [*decision.rewards[:-1], decision.rewards[-1] + float(value)]
+        decision.rewards = (*decision.rewards[:-1], decision.rewards[-1] + float(value))
 
     async def call(self, fn: Callable[[Any], T]) -> T:
         """Run ``fn(simulator)`` on the simulator's own lane; any blocking call is allowed there.

@@ -398,7 +398,7 @@ class ProcessHost:
             return obs, info
         start = index * rows.reward_stride
         num = rows.num_steps[index]
-        rewards = [rows.rewards[start]] if num == 1 else rows.rewards[start : start + num].tolist()
+        rewards = (rows.rewards[start],) if num == 1 else tuple(rows.rewards[start : start + num].tolist())
         return StepResult(obs, rewards, rows.terminated[index] == 1, rows.truncated[index] == 1, info)
 
     def _read_info(self, index: int) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from ebrl.core.admission import Admission, Drop
 from ebrl.core.records import ActionOut, Decision, Observation, Reason, Segment
 
-_NO_REWARDS: list[float] = []  # of a decision that was not executed yet; lists of rewards are replaced, never changed
-
 
 class Recorder:
     """Decisions and the open segment of one environment.
@@ -78,7 +76,7 @@ class Recorder:
 
     def begin(self, episode: int, obs: Observation, out: ActionOut) -> None:
         """The policy answered."""
-        self.current = Decision(self.env, episode, self._num_decisions, obs, out, _NO_REWARDS)
+        self.current = Decision(self.env, episode, self._num_decisions, obs, out, ())
         self._num_decisions += 1
 
     def park(self, next_obs: Observation) -> None:

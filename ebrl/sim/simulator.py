@@ -196,6 +196,7 @@ class Simulator:
         self._read = observation_reader(spec.observation)
         self._discrete = spec.action.num_values is not None
         self._repeat = range(spec.action_repeat)
+        self._single = spec.action_repeat == 1
         self._horizon = _FOREVER if spec.horizon is None else spec.horizon
         self._left = 0  # simulator steps until the horizon
         self._running = False
@@ -241,7 +242,14 @@ class Simulator:
         self._actions.check(chunk)
         self._running = False
         self._why = "step after an error: call reset first"
-        rewards, result, over = self._execute(chunk)
+        if self._single and len(chunk) == 1:  # as in _execute(), without its loops
+            action = chunk[0]
+            reward, result = self._once(int(action) if self._discrete else action.copy())
+            rewards: tuple[float, ...] = (reward,)
+            self._left -= 1
+            over = bool(result[2] or result[3] or self._left <= 0)
+        else:
+            rewards, result, over = self._execute(chunk)
         obs = self._read(result[0])
         terminated = bool(result[2])
         info = self._info(result[4])
@@ -261,24 +269,28 @@ class Simulator:
         self._why = "step after close"
         self._env.close()
 
-    def _execute(self, chunk: Array) -> tuple[list[float], tuple[Any, ...], bool]:
-        step, discrete, left = self._env.step, self._discrete, self._left
+    def _execute(self, chunk: Array) -> tuple[tuple[float, ...], tuple[Any, ...], bool]:
+        discrete, left = self._discrete, self._left
         rewards: list[float] = []
         for action in chunk.tolist() if discrete else chunk:
             for _ in self._repeat:
                 # A copy each: simulators clip and scale in place, and this row is part of the recorded decision.
-                result = step(action if discrete else action.copy())
-                if type(result) is not tuple or len(result) != 5:
-                    raise SimulatorError(
-                        f"step: expected (observation, reward, terminated, truncated, info), got {_shape_of(result)}"
-                    )
-                reward = result[1]
-                rewards.append(reward if type(reward) is float and isfinite(reward) else as_reward(reward))
+                reward, result = self._once(action if discrete else action.copy())
+                rewards.append(reward)
                 left -= 1
                 if result[2] or result[3] or left <= 0:
-                    return rewards, result, True
+                    return tuple(rewards), result, True
         self._left = left
-        return rewards, result, False
+        return tuple(rewards), result, False
+
+    def _once(self, action: Any) -> tuple[float, tuple[Any, ...]]:
+        result = self._env.step(action)
+        if type(result) is not tuple or len(result) != 5:
+            raise SimulatorError(
+                f"step: expected (observation, reward, terminated, truncated, info), got {_shape_of(result)}"
+            )
+        reward = result[1]
+        return (reward if type(reward) is float and isfinite(reward) else as_reward(reward)), result
 
     def _info(self, info: Any) -> dict[str, Any]:
         if not isinstance(info, dict):

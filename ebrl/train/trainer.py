@@ -119,17 +119,18 @@ class Trainer:
         hungry_s = clock()
         batch = await self._next_batch()
         update_s = clock()
-        metrics, lags = await lane.run(self._update, batch, n=self._learner.batch_size)
+        shares = [(segment.env, len(segment.decisions)) for segment in batch.segments]
+        updating = lane.run(self._update, batch, n=self._learner.batch_size)
+        del batch  # the lane frees its thousands of records, and not the loop
+        metrics, lags = await updating
         version = await self._envs.actor.weights.publish(self._learner.policy, lane)
         done_s = clock()
-        self._envs.admission.train(batch.segments)
+        self._envs.admission.train(shares)
         self._num_updates += 1
         if runtime.trace is not None:
             runtime.trace.span(lane.name, "update", update_s, done_s, version=version)
-        report = self._report(lags, metrics, update_s - hungry_s, done_s - update_s, done_s)
-        del batch  # or its thousands of records would count as growth
         runtime.boundary()
-        return report
+        return self._report(lags, metrics, update_s - hungry_s, done_s - update_s, done_s)
 
     def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
         return self._learner.update(batch), batch.lags
