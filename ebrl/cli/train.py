@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from rich.console import Console
 
 from ebrl.cli import folder as run_folder
@@ -39,9 +40,10 @@ def train(config: TrainConfig) -> int:
     spec, policy = build(config)
     learner = PPO(policy, config.ppo)
     run_folder.create(config.folder, config)
-    with saving(policy, config, console), MetricsWriter(config.folder) as metrics:
+    with MetricsWriter(config.folder) as metrics:
         session = Session(config, console, spec, policy, learner, metrics)
-        run(session.main())
+        with saving(session, config, console):
+            run(session.main())
     return 0 if session.reached or not config.evaluates else 3
 
 
@@ -58,12 +60,12 @@ def build(config: TrainConfig) -> tuple[EnvSpec, TorchPolicy]:
 
 
 @contextmanager
-def saving(policy: TorchPolicy, config: TrainConfig, console: Console) -> Iterator[None]:
+def saving(session: Session, config: TrainConfig, console: Console) -> Iterator[None]:
     """Save what was learned, however the run ends."""
     try:
         yield
     finally:
-        path = run_folder.save_policy(policy, config.folder)
+        path = run_folder.save_policy(session.learned(), config.folder)
         console.print(f"policy saved to {path}", soft_wrap=True, highlight=False)
 
 
@@ -87,7 +89,16 @@ class Session:
         self._learner = learner
         self._metrics = metrics
         self._trace = Trace() if config.trace else None
+        self._actor: Generator | None = None
         self._evaluation: tuple[Generator, EnvGroup] | None = None
+
+    def learned(self) -> torch.nn.Module:
+        """The newest published version: whole even where an update was cut off."""
+        if self._actor is None:
+            return self._policy
+        with self._actor.weights.lease() as lease:
+            weights: torch.nn.Module = lease.weights
+            return weights
 
     async def main(self) -> None:
         """Train until a target is reached or all updates are done."""
@@ -95,7 +106,7 @@ class Session:
         progress = RunProgress(self._console, self._spec.id, config.updates)
         try:
             async with Runtime(seed=config.seed, deterministic=config.deterministic, trace=self._trace) as rt:
-                gen = rt.start(Generator(self._policy))
+                self._actor = gen = rt.start(Generator(self._policy))
                 envs = rt.start(self._group(gen, config.num_envs, "envs"))
                 io = rt.machine.lane("io", "metrics")
                 trainer = Trainer(envs, self._learner, updates=config.updates, max_lag=config.max_lag)
