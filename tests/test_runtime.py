@@ -217,6 +217,7 @@ def test_bad_values(values: dict[str, float], message: str) -> None:
         make_runtime(**values)
 
 
+@pytest.mark.hogs("gc.get_freeze_count() walks over all objects of the process")
 @pytest.mark.parametrize("error", [None, ValueError("body")])
 def test_the_settings_of_the_interpreter_are_restored(error: Exception | None) -> None:
     before = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
