@@ -257,8 +257,13 @@ def test_two_evaluations_at_once_or_one_of_a_group_in_training_are_refused() -> 
             with pytest.raises(ConfigError, match="an evaluation is running"):
                 await evaluate(envs, [3])
             assert len((await first).episodes) == 2
-            envs.open_training(4, max_lag=0)
+            with pytest.raises(ConfigError, match="has run an evaluation"):
+                envs.open_training(4, max_lag=0)
+            others = rt.start(EnvGroup(LENGTHS, actor=gen, count=2))
+            others.open_training(4, max_lag=0)
             with pytest.raises(ConfigError, match="is used for training"):
-                await evaluate(envs, [3])
+                await evaluate(others, [3])
+            with pytest.raises(ConfigError, match="has a trainer already"):
+                others.open_training(4, max_lag=0)
 
     run_virtual(main())

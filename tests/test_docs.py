@@ -34,6 +34,7 @@ def blocks(document: str) -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.sims
 @pytest.mark.timeout(120)
+@pytest.mark.blocks("env_spec builds an instance, before anything runs")
 @pytest.mark.hogs("examples import what they use where they use it")
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_python_blocks_run(document: str) -> None:

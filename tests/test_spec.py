@@ -84,7 +84,7 @@ def test_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_factories() -> None:
     spec = env_spec(ScriptedEnv)
     assert spec.id == "ScriptedEnv"
-    assert spec.info_keys == ("success", "x")
+    assert spec.info_keys == ("success", "is_success", "x")
     spec = env_spec(functools.partial(ScriptedEnv, obs_dim=3), num_actions=5)
     assert (spec.id, spec.observation, spec.action.num_values) == ("ScriptedEnv", ArraySpec((3,), "float32"), 5)
     assert pickle.loads(pickle.dumps(spec)).observation == spec.observation
@@ -92,7 +92,7 @@ def test_factories() -> None:
 
 def test_numeric_info_keys_only() -> None:
     info = {"a": 1, "b": np.float32(2), "c": True, "d": np.zeros(1), "e": "x", "f": np.bool_(True), "g": None, 3: 4.0}
-    assert env_spec(lambda: Spaces(info=info)).info_keys == ("a", "b", "c", "f")
+    assert env_spec(lambda: Spaces(info=info)).info_keys == ("success", "is_success", "a", "b", "c", "f")
 
 
 def test_bounds_and_dtypes() -> None:

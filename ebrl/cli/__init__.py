@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ebrl.core.errors import EbrlError
 
@@ -37,6 +39,17 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def command() -> NoReturn:
+    """Run the command of the shell, and leave even where a call on some thread never returns."""
+    status = main()
+    if any(thread.name.startswith("ebrl-") for thread in threading.enumerate()):
+        # Given up and named in the log. The interpreter's own end would tear it down inside a library, and abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _dispatch(args: Sequence[str] | None) -> int:
@@ -78,4 +91,5 @@ def _reason(error: BaseException | None) -> EbrlError | None:
 def _complain(error: EbrlError, num_others: int = 0) -> None:
     notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]
     others = [f"(and {num_others} more)"] if num_others else []
-    print(" ".join(["error:", str(error), *(f"[{note}]" for note in notes), *others]), file=sys.stderr)
+    text = " ".join(["error:", str(error), *(f"[{note}]" for note in notes), *others])
+    print(" ".join(text.split()), file=sys.stderr)

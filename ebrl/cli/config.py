@@ -67,6 +67,10 @@ class TrainConfig:
             at_least(name, getattr(self, name), 1)
         for name in ("max_lag", "seed"):
             at_least(name, getattr(self, name), 0)
+        for name in sorted({"action_repeat", "horizon", "host", "task"} & self.env_kwargs.keys()):
+            raise ConfigError(
+                f"--env-kwargs {name}: that is no option of the environment; use --{name.replace('_', '-')}"
+            )
         for width in self.hidden:
             at_least("hidden", width, 1)
         if self.target_success is not None and not 0 < self.target_success <= 1:

@@ -22,7 +22,11 @@ def refuse_existing(folder: Path) -> None:
     Raises:
         ConfigError: The folder exists.
     """
-    if folder.exists():
+    try:
+        exists = folder.exists()
+    except OSError as error:
+        raise ConfigError(f"the run folder {folder} cannot be made: {error.strerror}") from error
+    if exists:
         raise ConfigError(f"{folder} exists: remove it, or choose another folder with --run-dir")
 
 

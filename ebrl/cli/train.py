@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -38,7 +39,7 @@ def train(config: TrainConfig) -> int:
     run_folder.refuse_existing(config.folder)
     console = Console()
     spec, policy = build(config)
-    learner = PPO(policy, config.ppo)
+    learner = PPO(policy, replace(config.ppo, seed=config.ppo.seed or config.seed))
     run_folder.create(config.folder, config)
     with MetricsWriter(config.folder) as metrics:
         session = Session(config, console, spec, policy, learner, metrics)
@@ -66,7 +67,7 @@ def saving(session: Session, config: TrainConfig, console: Console) -> Iterator[
         yield
     finally:
         path = run_folder.save_policy(session.learned(), config.folder)
-        console.print(f"policy saved to {path}", soft_wrap=True, highlight=False)
+        console.print(f"policy saved to {path}", soft_wrap=True, highlight=False, markup=False)
 
 
 class Session:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import Closed, ConfigError
 
 Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "closed"]
 
@@ -41,9 +41,10 @@ class Ledger:
 
     @property
     def balanced(self) -> bool:
-        """Whether every started decision is accounted for."""
+        """Whether every started decision is accounted for, once."""
         ended = self.trained + sum(self.dropped.values())
-        return self.started == ended + self.buffered + self.parked + self.in_flight
+        places = (self.buffered, self.parked, self.in_flight)
+        return self.started == ended + sum(places) and min(places) >= 0
 
 
 class Admission:
@@ -56,6 +57,7 @@ class Admission:
         self._limit = 0
         self._batch_size = 0
         self._max_lag = 0
+        self._closed = False
         self._ready: asyncio.Future[None] | None = None
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._started = 0
@@ -94,8 +96,11 @@ class Admission:
         self._pump()
 
     def close(self) -> None:
-        """Give no more credit."""
+        """Give no more credit, and no more batches."""
         self._limit = 0
+        self._closed = True
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(Closed("the environments have ended: no further batch will come"))
 
     # Who starts a decision.
 
@@ -188,7 +193,13 @@ class Admission:
     # The consumer.
 
     async def ready(self) -> None:
-        """Wait until B decisions are finished, in open segments or out of them. For the one consumer."""
+        """Wait until B decisions are finished, in open segments or out of them. For the one consumer.
+
+        Raises:
+            Closed: The environments have ended.
+        """
+        if self._closed:
+            raise Closed("the environments have ended: no further batch will come")
         self._ready = asyncio.get_running_loop().create_future()
         self._look()
         try:

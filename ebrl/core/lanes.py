@@ -41,8 +41,12 @@ def execute(call: Call) -> Result:
         return future, None, None
     try:
         return future, fn(*args), None
-    except BaseException as error:  # the border: whatever user code raised travels to the task that asked
+    except Exception as error:  # the border: whatever user code raised travels to the task that asked
         return future, None, error
+    except BaseException as error:  # SystemExit would end the loop, and CancelledError a task that nobody cancelled
+        wrapped = RuntimeError(f"{error!r} left a call on a lane")
+        wrapped.__cause__ = error
+        return future, None, wrapped
 
 
 def deliver(result: Result) -> None:

@@ -78,11 +78,13 @@ class Machine(Protocol):
 
 
 class Service(Protocol):
-    """Something with a life of its own inside a `Runtime`."""
+    """Something with a life of its own inside a `Runtime`.
 
-    @property
-    def name(self) -> str:
-        """For traces and task names."""
+    Attributes:
+        name: For traces and task names; `Runtime.start` appends a number if another service has it.
+    """
+
+    name: str
 
     def open(self, runtime: Runtime) -> None:
         """Take lanes and pools. Called once by `Runtime.start`, on the loop; must not block."""

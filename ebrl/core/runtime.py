@@ -28,6 +28,8 @@ logger = logging.getLogger("ebrl")
 
 SWITCH_INTERVAL_S = 5e-4  # the default of 5 ms lets Python code of a learner take 71 % of the rollouts
 YOUNG_THRESHOLD = 1_000_000  # more objects than before that start a collection by themselves
+LEAST_S = 0.05  # what closing a service may take in any case, whatever those before it took
+FULL_EVERY = 64  # boundaries after which all generations are collected
 MAX_GROWTH = 10_000  # more objects than before that start one between updates
 
 
@@ -77,6 +79,7 @@ class Runtime:
         self._services: dict[str, tuple[Service, asyncio.Task[None]]] = {}
         self._state = "new"
         self._frozen = False
+        self._num_boundaries = 0
 
     async def __aenter__(self) -> Self:
         if self._state != "new":
@@ -105,6 +108,7 @@ class Runtime:
         while name in self._services:
             number += 1
             name = f"{service.name}-{number}"
+        service.name = name  # it keys random streams
         service.open(self)
         self._services[name] = service, self._scope.start(service.serve(), name)
         return service
@@ -129,7 +133,10 @@ class Runtime:
 
     def boundary(self) -> None:
         """Collect garbage if some may have gathered; called between updates, where a pause costs least."""
-        if gc.get_count()[0] > MAX_GROWTH:
+        self._num_boundaries += 1
+        if self._num_boundaries % FULL_EVERY == 0:
+            gc.collect()
+        elif gc.get_count()[0] > MAX_GROWTH:
             gc.collect(1)
         if not self._frozen:
             self._frozen = True
@@ -159,9 +166,7 @@ class Runtime:
         deadline = loop.time() + self._grace_s
 
         async def end_lanes() -> None:
-            lost = await self.machine.aclose(deadline_s=max(0.05, deadline - loop.time()))
-            if lost:
-                logger.error("ended without %s: their calls never returned", ", ".join(lost))
+            await self.machine.aclose(deadline_s=max(LEAST_S, deadline - loop.time()))
 
         async with AsyncExitStack() as stack:  # an error in one of them does not keep the others from closing
             stack.push_async_callback(end_lanes)
@@ -170,6 +175,11 @@ class Runtime:
             self._services.clear()
 
     async def _end(self, service: Service, task: asyncio.Task[None], deadline: float) -> None:
+        clock = asyncio.get_running_loop().time
         task.cancel()
-        await asyncio.wait([task])
-        await service.aclose(max(0.0, deadline - asyncio.get_running_loop().time()))
+        await asyncio.wait([task], timeout=max(LEAST_S, deadline - clock()))
+        await service.aclose(max(LEAST_S, deadline - clock()))
+        if not task.done():
+            await asyncio.wait([task], timeout=LEAST_S)
+        if not task.done():
+            logger.error("%s ignores that it was cancelled; the runtime ends when it does", task.get_name())

@@ -19,6 +19,10 @@ from ebrl.core.records import ActionOut, Array, BatchOut
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
+class WrongRows(PolicyError):
+    """Not one row per observation, so that nobody knows whose they are."""
+
+
 def copy_weights(source: torch.nn.Module, buffer: torch.nn.Module) -> None:
     """Copy parameters and buffers of one module into another of the same form."""
     with torch.no_grad():
@@ -49,6 +53,8 @@ def infer(
         noise = np.concatenate([request.noise.draw(size) for request in requests]).reshape(-1, size)
     try:
         return _infer(policy, requests, noise, version, deterministic, pad_to)
+    except WrongRows as error:
+        return [_blame(request, error) for request in requests]
     except FAILURES as error:
         if len(requests) == 1:
             return [_blame(requests[0], error)]
@@ -96,10 +102,20 @@ def _infer(
             _own(out.value.float()),
             {name: _own(rows) for name, rows in out.aux.items()},
         )
+    rows = {"action": batch.action, "log_prob": batch.log_prob, "value": batch.value, **batch.aux}
+    for name, array in rows.items():
+        if array.shape[:1] != (len(observations),):
+            raise WrongRows(f"{name} has shape {array.shape} for {len(observations)} observations")
     action = batch.action
     answers: list[ActionOut | PolicyError] = [ActionOut(row, version, batch, i) for i, row in enumerate(action[:num])]
-    if action.dtype.kind == "f" and not np.isfinite(action[:num]).all():
-        for i in range(num):
-            if not np.isfinite(action[i]).all():
-                answers[i] = PolicyError(f"the policy chose an action that is not finite for {requests[i].where()}")
+    for name, array in list(rows.items())[:3]:
+        if array.dtype.kind == "f" and not np.isfinite(array[:num]).all():
+            for i in range(num):
+                if not np.isfinite(array[i]).all():
+                    answers[i] = PolicyError(
+                        f"the policy gave {_ARTICLE[name]} that is not finite for {requests[i].where()}"
+                    )
     return answers
+
+
+_ARTICLE = {"action": "an action", "log_prob": "a log-probability", "value": "a value"}

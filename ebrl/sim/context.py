@@ -27,7 +27,7 @@ class EnvContext:
     """One environment, as its program sees it. Made by `EnvGroup`.
 
     Every call raises `ProgramError` while another one of the same environment runs, and all but `reset` and `call` do
-    so before the first `reset` and after the end of an episode.
+    so before the first `reset` and after the end of an episode. Asking another actor is free of these rules.
 
     Attributes:
         index: Of this environment in its group.

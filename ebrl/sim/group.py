@@ -79,6 +79,7 @@ class EnvGroup:
         self._lanes = lanes
         self._runtime: Runtime | None = None
         self._hosts: list[SimHost] = []
+        self._scope: Scope | None = None
         self._recorders = [Recorder(i, spec.task, segment_length or sys.maxsize, self._emit) for i in range(count)]
         self._contexts: list[EnvContext] = []
         self._segments: list[Segment] = []
@@ -103,6 +104,7 @@ class EnvGroup:
     async def serve(self) -> None:
         """Build the simulators, then run all programs until cancelled."""
         async with Scope() as scope:
+            self._scope = scope
             building = [scope.start(host.open(), f"{self.name}-build-{i}") for i, host in enumerate(self._hosts)]
             for task in building:
                 await task
@@ -132,6 +134,8 @@ class EnvGroup:
         """Close the simulators, each behind its running call."""
         self.admission.close()
         await asyncio.gather(*(host.aclose(deadline_s) for host in self._hosts))
+        if self._scope is not None:
+            self._scope.cancel()  # again: a program that still awaits something in a `finally` has had its time
 
     @property
     def env_steps(self) -> int:
@@ -144,9 +148,10 @@ class EnvGroup:
         """Begin to produce segments; called once, by a trainer.
 
         Raises:
-            ConfigError: As `Admission.open`.
+            ConfigError: As `Admission.open`; or the group has a trainer, or has run an evaluation.
             Closed: The group was not started.
         """
+        self.plan.refuse_training(self.name)
         if self._runtime is None:
             raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
         self.admission.open(batch_size, max_lag, per_env=self._runtime.deterministic and max_lag == 0)

@@ -111,6 +111,8 @@ class Link:
         if exited is not None and self._process is not None:
             with contextlib.suppress(OSError):  # the child is gone already
                 self._sock.shutdown(socket.SHUT_WR)
+            if not self.ready.done():  # it builds simulators, and would hear of the end only afterwards
+                self._process.kill()
             done, _ = await asyncio.wait([exited], timeout=deadline_s)
             if not done:
                 killed = True

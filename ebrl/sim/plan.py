@@ -11,6 +11,8 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.records import Episode
 from ebrl.core.rng import episode_seed
 
+MAX_SEED = 2**63
+
 
 class Plan:
     """Endless keyed seeds for training, or a list of seeds that is run to its end.
@@ -26,6 +28,17 @@ class Plan:
         self._positions = range(0)  # of the running evaluation; those of a cancelled one never come again
         self._done: asyncio.Future[None] | None = None
 
+    def refuse_training(self, name: str) -> None:
+        """Check that nobody has used the group `name` before.
+
+        Raises:
+            ConfigError: Somebody has: decisions of two consumers would be mixed.
+        """
+        if self._train_seed is not None:
+            raise ConfigError(f"{name} has a trainer already: give every trainer a group of its own")
+        if self._positions.stop:
+            raise ConfigError(f"{name} has run an evaluation: train with a group of its own")
+
     def train(self, seed: int) -> None:
         """Run for ever."""
         self._train_seed = seed
@@ -37,6 +50,9 @@ class Plan:
             raise ConfigError("this EnvGroup is used for training: evaluate with a group of its own")
         if self._done is not None:
             raise ConfigError("an evaluation is running on this EnvGroup: await it before the next")
+        for seed in seeds:
+            if not 0 <= seed < MAX_SEED:
+                raise ConfigError(f"seeds of episodes must be from 0 to 2**63 - 1, got {seed}")
         if not seeds:
             return []
         self._results = {}

@@ -24,6 +24,10 @@ Factory: TypeAlias = "Callable[..., gymnasium.Env[Any, Any]]"
 METAWORLD = "Meta-World/"
 
 
+SUCCESS = ("success", "is_success")
+"""Entries of ``info`` that say whether the task is done."""
+
+
 def env_spec(
     env: str | Factory,
     /,
@@ -97,7 +101,8 @@ def probe(spec: EnvSpec, read_space: Callable[[Any, str], Form] | None = None) -
         infos = [simulator.reset(0)[1], simulator.step(neutral_action(spec.action)).info]
     finally:
         env.close()
-    keys = {key: None for info in infos for key, value in info.items() if is_numeric(key, value)}
+    keys = dict.fromkeys(SUCCESS)  # often there only at the end of an episode, which the probe does not see
+    keys |= {key: None for info in infos for key, value in info.items() if is_numeric(key, value)}
     return replace(spec, info_keys=tuple(keys))
 
 
@@ -172,6 +177,8 @@ def make_by_id(name: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             raise ConfigError(f"{name}: module {error.name!r} is not installed, or not on the path") from error
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name}: {module!r} is no name of a module: write module:Env-v0") from error
     try:
         return gymnasium.make(rest, **{"disable_env_checker": True, **kwargs})
     except gymnasium.error.UnregisteredEnv as error:
@@ -199,6 +206,7 @@ def unknown_env(name: str, known: Mapping[str, str], hint: str = "", cause: Base
     Raises:
         UnknownEnv: Always.
     """
+    name = str(name)
     lower = {candidate.lower(): shown for candidate, shown in known.items()}
     near = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=5, cutoff=0.0)]
     raise UnknownEnv(f"no environment {name!r}; nearest: {', '.join(near)}{hint}") from cause
@@ -226,7 +234,10 @@ def _metaworld(
         module = importlib.import_module("ebrl.sim.envs.metaworld")
     except ModuleNotFoundError as error:
         raise ConfigError(f"{name} needs {error.name}: pip install 'ebrl[metaworld]'") from error
-    spec: EnvSpec = module.metaworld_spec(name, horizon, action_repeat, task, host, kwargs)
+    try:
+        spec: EnvSpec = module.metaworld_spec(name, horizon, action_repeat, task, host, kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{name} does not take {kwargs}: {str(error).splitlines()[0]}") from error
     return spec
 
 

@@ -26,7 +26,7 @@ class Dropped:
     """Decisions of one environment that will not be trained."""
 
     env: int
-    reason: Literal["masked", "intervention"]
+    reason: Literal["masked", "intervention", "lost"]
     num: int
 
 

@@ -12,13 +12,14 @@ At lag 0 it is plain PPO. Choices, and where they come from:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, PolicyError
 from ebrl.core.records import TrainBatch
 from ebrl.train.advantages import gae
 from ebrl.train.learner import DiscountUnit, Layout, TorchLearner, take, time_major
@@ -101,8 +102,10 @@ class PPOConfig:
             ("behaviour_weight_cap", self.behaviour_weight_cap >= 1, "at least 1"),
             ("adam_eps", self.adam_eps > 0, "above 0"),
             ("anneal_updates", self.anneal_updates is None or self.anneal_updates >= 1, "None or at least 1"),
+            ("seed", self.seed >= 0, "at least 0"),
         ):
-            if not fine:
+            value = getattr(self, name)
+            if not fine or (isinstance(value, float) and not math.isfinite(value)):
                 raise ConfigError(f"PPOConfig.{name}={getattr(self, name)!r}: must be {rule}")
 
 
@@ -134,6 +137,9 @@ class PPO(TorchLearner):
 
         Returns:
             Metrics by name, averaged over the minibatches.
+
+        Raises:
+            PolicyError: Loss or gradient is not finite.
         """
         cfg, policy = self.config, self.policy
         remaining = 1.0 if cfg.anneal_updates is None else max(0.0, 1 - self.num_updates / cfg.anneal_updates)
@@ -169,10 +175,16 @@ class PPO(TorchLearner):
             grad_norm = self.step(surrogate.loss + cfg.value_coef * v_loss - cfg.entropy_coef * entropy)
             rows_of_metrics.append(torch.stack([*surrogate, v_loss, entropy, grad_norm]).detach())
 
+        means = torch.stack(rows_of_metrics).mean(0).tolist()
+        if not all(map(math.isfinite, means)):
+            raise PolicyError(
+                f"update {self.num_updates + 1}: loss or gradient is not finite, so the weights are of no use any "
+                "more; a smaller learning rate or max_grad_norm may help"
+            )
         policy.observe({name: x[: self.batch_size] for name, x in rollout.observations.items()})
         self.num_updates += 1
         names = ("policy_loss", "approx_kl", "clip_fraction", "value_loss", "entropy", "grad_norm")
-        return dict(zip(names, torch.stack(rows_of_metrics).mean(0).tolist(), strict=True)) | {
+        return dict(zip(names, means, strict=True)) | {
             "explained_variance": float(explained_variance(scores.value, return_B)),
             "learning_rate": learning_rate,
             "behaviour_weight_mean": float(weight_B.mean()),

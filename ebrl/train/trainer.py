@@ -97,8 +97,9 @@ class Trainer:
 
     async def aclose(self, deadline_s: float) -> None:
         """Wait for a running update, up to the deadline."""
-        if self._runtime is not None and self._lane is not None:
-            await self._runtime.machine.aclose([self._lane], deadline_s=deadline_s)
+        lane, self._lane = self._lane, None
+        if self._runtime is not None and lane is not None:
+            await self._runtime.machine.aclose([lane], deadline_s=deadline_s)
 
     def __aiter__(self) -> Self:
         return self
@@ -114,7 +115,7 @@ class Trainer:
             raise StopAsyncIteration
         lane, runtime = self._lane, self._runtime
         if lane is None or runtime is None:
-            raise Closed(f"{self.name} was not started: iterate over rt.start(trainer)")
+            raise Closed(f"{self.name} is not running: iterate over rt.start(trainer) inside its runtime")
         clock = asyncio.get_running_loop().time
         hungry_s = clock()
         batch = await self._next_batch()
@@ -122,8 +123,14 @@ class Trainer:
         shares = [(segment.env, len(segment.decisions)) for segment in batch.segments]
         updating = lane.run(self._update, batch, n=self._learner.batch_size)
         del batch  # the lane frees its thousands of records, and not the loop
-        metrics, lags = await updating
-        version = await self._envs.actor.weights.publish(self._learner.policy, lane)
+        trained = False
+        try:
+            metrics, lags = await updating
+            version = await self._envs.actor.weights.publish(self._learner.policy, lane)
+            trained = True
+        finally:
+            if not trained:  # the update failed or was cancelled: its data are used up, and must be booked
+                self._book([Dropped(env, "lost", num) for env, num in shares])
         done_s = clock()
         self._envs.admission.train(shares)
         self._num_updates += 1
@@ -140,12 +147,15 @@ class Trainer:
         while True:
             await envs.admission.ready()
             version = envs.actor.weights.version
+            dropped: list[Dropped] = []
             for segment in envs.take_segments(stale=version - self.max_lag):
-                self._book(assembler.add(segment))
-            batch, dropped = assembler.take(version)
+                dropped += assembler.add(segment)
+            batch, too_old = assembler.take(version)
+            dropped += too_old
             self._book(dropped)
             if batch is not None:
                 return batch
+            assert dropped, "a batch is finished by the ledger, and not in the assembler"
 
     def _book(self, dropped: list[Dropped]) -> None:
         for drop in dropped:

@@ -1,0 +1,147 @@
+"""What happens after something went wrong and the caller goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ebrl import BatchService, EnvContext, EnvGroup, Generator, PolicyOut, Runtime, Trainer, VirtualMachine
+from ebrl.core.errors import Closed, PolicyError
+from ebrl.core.records import TrainBatch
+from ebrl.gen.fake import ScriptedPolicy
+from ebrl.train.fake import ScriptedLearner
+from tests.helpers import RecordingLearner, assert_sound, leaves, scripted_spec, training, virtually
+
+SPEC = scripted_spec(length=5)
+MACHINE = {"sim": lambda n, rng: 0.01, "train": lambda n, rng: 3.0}
+
+
+@virtually
+async def test_an_update_that_is_cancelled_is_booked_as_lost_and_the_next_goes_on() -> None:
+    async with training(SPEC, VirtualMachine(MACHINE), updates=4, count=2, batch_size=4) as stage:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await anext(stage.trainer)
+        report = await anext(stage.trainer)
+        assert report.dropped["lost"] == 4
+        assert_sound(stage.envs.admission.ledger())
+
+
+@virtually
+async def test_an_update_that_raises_is_booked_as_lost_and_the_next_goes_on() -> None:
+    class Fails(RecordingLearner):
+        def update(self, batch: TrainBatch) -> Mapping[str, float]:
+            if not self.batches:
+                self.batches.append(batch)
+                raise ValueError("once")
+            return super().update(batch)
+
+    policy = ScriptedPolicy(SPEC)
+    async with Runtime(VirtualMachine(MACHINE)) as rt:
+        gen = rt.start(Generator(policy))
+        envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+        trainer = rt.start(Trainer(envs, Fails(policy, 4), updates=3))
+        with pytest.raises(ValueError, match="once"):
+            await anext(trainer)
+        assert (await anext(trainer)).dropped["lost"] == 4
+        assert_sound(envs.admission.ledger())
+
+
+@virtually
+async def test_a_trainer_raises_closed_after_its_runtime_and_after_its_environments() -> None:
+    async with training(SPEC, VirtualMachine(MACHINE), updates=9, count=2, batch_size=4) as stage:
+        await anext(stage.trainer)
+        await stage.runtime.stop(stage.envs)
+        with pytest.raises(Closed, match="environments have ended"):
+            while True:
+                await anext(stage.trainer)
+    with pytest.raises(Closed, match="trainer is not running"):
+        await anext(stage.trainer)
+
+
+class TooFew(ScriptedPolicy):
+    """Answers the first request of a batch only."""
+
+    def act(self, batch: Any, noise: Any, deterministic: bool = False) -> PolicyOut:
+        out = super().act(batch, noise, deterministic)
+        return PolicyOut(out.action[:1], out.log_prob[:1], out.value[:1], {})
+
+
+class NoValue(ScriptedPolicy):
+    """Its critic has diverged."""
+
+    def act(self, batch: Any, noise: Any, deterministic: bool = False) -> PolicyOut:
+        out = super().act(batch, noise, deterministic)
+        return PolicyOut(out.action, out.log_prob, out.value * float("nan"), {})
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"), [(TooFew(SPEC), "for 3 observations"), (NoValue(SPEC), "a value that is not finite")]
+)
+def test_a_policy_whose_rows_are_of_no_use_ends_the_run(policy: ScriptedPolicy, message: str) -> None:
+    @virtually
+    async def main() -> None:
+        async with Runtime(VirtualMachine({})) as rt:
+            gen = rt.start(Generator(policy))
+            envs = rt.start(EnvGroup(SPEC, actor=gen, count=3))
+            async for _ in rt.start(Trainer(envs, ScriptedLearner(6), updates=3)):
+                pass
+
+    with pytest.raises(ExceptionGroup) as caught:
+        main()
+    assert all(isinstance(error, PolicyError) and message in str(error) for error in leaves(caught.value))
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_what_would_end_the_loop_or_a_task_is_an_error_of_the_call(error: BaseException) -> None:
+    def breaks(items: Any) -> Any:
+        raise error
+
+    @virtually
+    async def main() -> None:
+        async with Runtime(VirtualMachine({})) as rt:
+            service: BatchService[int, int] = rt.start(BatchService(breaks))
+            with pytest.raises(PolicyError, match=type(error).__name__):
+                await service(1)
+
+    main()
+
+
+@virtually
+async def test_a_program_that_waits_at_its_end_does_not_keep_the_runtime_open() -> None:
+    async def program(env: EnvContext) -> None:
+        obs, _ = await env.reset()
+        try:
+            while not env.done:
+                obs = (await env.act_step(obs)).obs
+        finally:
+            await asyncio.get_running_loop().create_future()  # an answer that never comes
+
+    async with Runtime(VirtualMachine({"sim": lambda n, rng: 0.1}), grace_s=1.0) as rt:
+        gen = rt.start(Generator(ScriptedPolicy(SPEC)))
+        envs = rt.start(EnvGroup(SPEC, actor=gen, count=2, program=program))
+        envs.open_training(100, max_lag=0)
+        await asyncio.sleep(0.25)
+        ended_s = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - ended_s < 2.0
+
+
+@virtually
+async def test_two_groups_of_one_name_have_streams_of_their_own() -> None:
+    drawn: list[Any] = []
+
+    async def program(env: EnvContext) -> None:
+        await env.reset()
+        drawn.append(env.rng.random())
+        await asyncio.get_running_loop().create_future()
+
+    async with Runtime(VirtualMachine({})) as rt:
+        gen = rt.start(Generator(ScriptedPolicy(SPEC)))
+        for _ in range(2):
+            rt.start(EnvGroup(SPEC, actor=gen, count=1, program=program)).open_training(10, max_lag=0)
+        await asyncio.sleep(1.0)
+    assert len(np.unique(drawn)) == 2
