@@ -287,7 +287,7 @@ def test_ctrl_c_saves_what_was_learned_and_ends_within_two_seconds(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.7, 1.1, 1.5])
+@pytest.mark.parametrize("delay_s", [0.05, 0.3, 0.7, 1.1, 1.5])
 def test_ctrl_c_while_a_run_starts_ends_it(delay_s: float, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder)

@@ -12,6 +12,7 @@ from rich.console import Console
 from ebrl.cli import folder as run_folder
 from ebrl.cli.config import TrainConfig
 from ebrl.cli.progress import RunProgress
+from ebrl.core.errors import ConfigError
 from ebrl.core.records import EnvSpec, UpdateReport
 from ebrl.core.rng import Domain, stream
 from ebrl.core.run import run
@@ -91,6 +92,7 @@ class Session:
         self._metrics = metrics
         self._trace = Trace() if config.trace else None
         self._actor: Generator | None = None
+        self._last = "no evaluation"
         self._evaluation: tuple[Generator, EnvGroup] | None = None
 
     def learned(self) -> torch.nn.Module:
@@ -118,7 +120,8 @@ class Session:
                         if config.evaluates and self._due(report):
                             result = await self._evaluate(rt)
                             await io.run(self._metrics.write, report.env_steps, evaluation_scalars(report, result))
-                            progress.note(f"after update {report.update}, greedy: {result.describe()}")
+                            self._last = f"after update {report.update}, greedy: {result.describe()}"
+                            progress.note(self._last)
                             if self._meets_target(result):
                                 self.reached = True
                                 break
@@ -142,7 +145,10 @@ class Session:
         gen, envs = self._evaluation
         await gen.publish(self._policy)
         seeds = stream(config.seed, Domain.EVAL).integers(2**31, size=config.eval_episodes)
-        return await evaluate(envs, [int(seed) for seed in seeds])
+        result = await evaluate(envs, [int(seed) for seed in seeds])
+        if config.target_success is not None and all(episode.success is None for episode in result.episodes):
+            raise ConfigError(f"{self._spec.id} reports no success in its info: use --target-return instead")
+        return result
 
     def _meets_target(self, result: EvalReport) -> bool:
         config = self._config
@@ -152,7 +158,7 @@ class Session:
     def _say_how_it_ended(self, report: UpdateReport) -> None:
         what = f"{report.update} updates, {report.env_steps:,} env steps in {report.elapsed_s:.1f} s"
         if self._config.evaluates:
-            what = f"target {'reached' if self.reached else 'NOT reached'} after {what}"
+            what = f"target {'reached' if self.reached else 'NOT reached'} after {what} ({self._last})"
         self._console.print(what, highlight=False)
 
 

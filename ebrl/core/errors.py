@@ -18,6 +18,14 @@
 
 from __future__ import annotations
 
+IN_CHILD = "EBRL_IN_CHILD"
+"""Environment variable that is set in processes which host simulators."""
+
+UNGUARDED = (
+    "this script starts processes while one of its own processes imports it: put what it runs behind "
+    'if __name__ == "__main__", or move the environment to a module of its own'
+)
+
 
 class EbrlError(Exception):
     """Base of every error that EBRL raises on purpose."""

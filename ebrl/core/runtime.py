@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import sys
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import IN_CHILD, UNGUARDED, Closed, ConfigError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.pools import Pool, ResourceManager
 from ebrl.core.protocols import Machine, Service
@@ -84,6 +85,8 @@ class Runtime:
     async def __aenter__(self) -> Self:
         if self._state != "new":
             raise Closed("a Runtime is entered once: make another one")
+        if IN_CHILD in os.environ:
+            raise ConfigError(UNGUARDED)
         await self._exit.enter_async_context(self._scope)
         self._tune_interpreter()
         self._exit.push_async_callback(self._close)

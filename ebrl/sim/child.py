@@ -19,7 +19,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ebrl.core.errors import SimulatorError
+from ebrl.core.errors import IN_CHILD, SimulatorError
 from ebrl.core.records import EnvSpec, StepResult
 from ebrl.sim.shm import CALL, CONTROL, FRAME, HEADER, PLAIN, RESET, STEP, Rows, frame
 from ebrl.sim.simulator import SCALARS, Simulator
@@ -43,6 +43,7 @@ class Order:
         max_chunk: Most actions in one step.
         main_name: Module name of the user's script, if it was started as one.
         main_path: Its file otherwise; both None when the spec does not refer to it.
+        argv: Of the parent, for the script that is imported.
     """
 
     spec: bytes
@@ -50,6 +51,7 @@ class Order:
     max_chunk: int
     main_name: str | None = None
     main_path: str | None = None
+    argv: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,6 @@ class Failure:
     error: bytes | None
     summary: str
     text: str
-
-
-class Role:
-    """Whether this process is a child; a main module without a guard would start children for ever."""
-
-    is_child: bool = False
 
 
 class Worker:
@@ -232,6 +228,7 @@ def import_main(order: Order) -> None:
     """Make the user's script importable under the name ``__main__``, as multiprocessing does."""
     from multiprocessing import spawn  # only scripts that define their own environment pay for the import
 
+    sys.argv[:] = order.argv
     if order.main_name is not None:
         spawn._fixup_main_from_name(order.main_name)  # type: ignore[attr-defined]
     elif order.main_path is not None:
@@ -254,7 +251,7 @@ def watch_parent(sock: socket.socket) -> None:
 def main() -> None:
     """Run; descriptors of socket and memory are the arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    Role.is_child = True
+    os.environ[IN_CHILD] = "1"
     sock_fd, memory_fd = int(sys.argv[1]), int(sys.argv[2])
     del sys.argv[1:]
     for fd in (sock_fd, memory_fd):

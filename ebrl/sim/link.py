@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from ebrl.core.errors import ConfigError, HostDied, SimulatorError
+from ebrl.core.errors import IN_CHILD, UNGUARDED, ConfigError, HostDied, SimulatorError
 from ebrl.core.protocols import Lane
 from ebrl.core.records import EnvSpec
 from ebrl.sim import child
@@ -202,11 +202,8 @@ def make_order(spec: EnvSpec, count: int, max_chunk: int) -> child.Order:
     Raises:
         ConfigError: It cannot be pickled, or is defined where a child cannot find it.
     """
-    if child.Role.is_child:
-        raise ConfigError(
-            "this script starts processes while one of its own processes imports it: put what it runs behind "
-            'if __name__ == "__main__", or move the environment to a module of its own'
-        )
+    if IN_CHILD in os.environ:
+        raise ConfigError(UNGUARDED)
     try:
         pickled = pickle.dumps(spec)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -216,12 +213,12 @@ def make_order(spec: EnvSpec, count: int, max_chunk: int) -> child.Order:
     main = sys.modules["__main__"]
     name = main.__spec__.name if main.__spec__ is not None else None
     path = getattr(main, "__file__", None)
-    if name is None and path is None:
+    if name is None and (path is None or not os.path.isfile(path)):
         raise ConfigError(
             f"{spec.id}: make={spec.make!r} is defined in an interactive session, where a process cannot find it: "
             'put it into a module, or pass host="thread"'
         )
-    return child.Order(pickled, count, max_chunk, name, path if name is None else None)
+    return child.Order(pickled, count, max_chunk, name, path if name is None else None, tuple(sys.argv))
 
 
 def unpicklable(what: str, error: BaseException) -> str:
