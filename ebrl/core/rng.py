@@ -52,20 +52,22 @@ class NoiseStream:
     Drawn in blocks, since one call of numpy costs more than the numbers.
     """
 
-    __slots__ = ("_block", "_next", "_rng")
+    __slots__ = ("_block", "_next", "_rng", "_size")
 
     BLOCK = 64
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
-        self._block: NDArray[np.float32] = np.empty((0, 0), np.float32)
+        self._size = 0
+        self._block: NDArray[np.float32] = np.empty((self.BLOCK, 0), np.float32)
         self._next = 0
 
     def draw(self, size: int) -> NDArray[np.float32]:
         """Return the next ``[size]`` float32 numbers; `size` is the same for all decisions of one policy."""
-        if self._next >= len(self._block) or self._block.shape[1] != size:
+        number = self._next
+        if number == self.BLOCK or size != self._size:
             self._block = self._rng.standard_normal((self.BLOCK, size), np.float32)
-            self._next = 0
-        row: NDArray[np.float32] = self._block[self._next]
-        self._next += 1
+            self._size, number = size, 0
+        self._next = number + 1
+        row: NDArray[np.float32] = self._block[number]
         return row

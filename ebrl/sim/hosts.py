@@ -72,7 +72,7 @@ class SimHost(Protocol):
 class ThreadSlot:
     """A simulator pinned to a lane."""
 
-    __slots__ = ("_built", "_lane", "lane_name", "simulator")
+    __slots__ = ("_built", "_lane", "_step", "lane_name", "simulator")
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -86,7 +86,7 @@ class ThreadSlot:
 
     def step(self, future: asyncio.Future[StepResult], actions: Array) -> None:
         """See `Slot`."""
-        self._lane.submit(future, self.simulator.step, actions)
+        self._lane.submit(future, self._step, actions)
 
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `Slot`."""
@@ -95,6 +95,7 @@ class ThreadSlot:
     def build(self, spec: EnvSpec) -> None:
         """Make the simulator; called on the lane."""
         self.simulator = Simulator(spec)
+        self._step = self.simulator.step  # bound once
         self._built = True
 
     def start_build(self, spec: EnvSpec) -> asyncio.Future[None]:
