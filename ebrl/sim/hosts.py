@@ -37,7 +37,7 @@ class Slot(Protocol):
     def reset(self, future: asyncio.Future[tuple[Observation, dict[str, Any]]], seed: int) -> None:
         """See `ebrl.sim.simulator.Simulator.reset`."""
 
-    def step(self, future: asyncio.Future[StepResult], actions: Array) -> None:
+    def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
         """See `ebrl.sim.simulator.Simulator.step`."""
 
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
@@ -84,9 +84,9 @@ class ThreadSlot:
         """See `Slot`."""
         self._lane.submit(future, self.simulator.reset, seed)
 
-    def step(self, future: asyncio.Future[StepResult], actions: Array) -> None:
+    def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
         """See `Slot`."""
-        self._lane.submit(future, self._step, actions)
+        self._lane.submit(future, self._step, actions, finite)
 
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `Slot`."""
@@ -198,8 +198,8 @@ class ProcessSlot:
         """See `Slot`."""
         self._post(Operation(self, future, RESET, seed))
 
-    def step(self, future: asyncio.Future[StepResult], actions: Array) -> None:
-        """See `Slot`; at most `max_chunk` actions."""
+    def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
+        """See `Slot`; at most `max_chunk` actions, which the child looks at in any case."""
         try:
             chunk = self._actions.chunk(actions)
         except InvalidData as error:

@@ -62,4 +62,4 @@ class ActStepRequest(ActRequest):
         """Step the simulator."""
         if not self.future.done():
             self.out = out
-            self.context.slot.step(self.future, out.action)
+            self.context.slot.step(self.future, out.action, True)

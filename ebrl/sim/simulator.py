@@ -223,11 +223,12 @@ class Simulator:
         self._running = True
         return obs, info
 
-    def step(self, actions: Array) -> StepResult:
+    def step(self, actions: Array, finite: bool = False) -> StepResult:
         """Execute a chunk until its end or the end of the episode, whichever is first.
 
         Args:
             actions: ``[H, *action.shape]``, or ``[*action.shape]`` for one; each is applied `action_repeat` times.
+            finite: They are known to be finite: a generator looks at a whole batch at once.
 
         Returns:
             Exactly one of `terminated` and `truncated` is set at the end of an episode; termination wins.
@@ -239,7 +240,8 @@ class Simulator:
         if not self._running:
             raise SimulatorError(self._why)
         chunk = self._actions.chunk(actions)
-        self._actions.check(chunk)
+        if not finite or self._discrete:
+            self._actions.check(chunk)
         self._running = False
         self._why = "step after an error: call reset first"
         if self._single and len(chunk) == 1:  # as in _execute(), without its loops
