@@ -24,7 +24,7 @@ from typing import Literal
 
 from ebrl.core.errors import Closed, ConfigError
 
-Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "closed"]
+Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,7 @@ class Admission:
 
     def try_start(self, env: int) -> bool:
         """Take a credit for environment `env` if there is one and nobody waits for it."""
-        if self._quota is None:
-            if self._waiters or self._started - self._ended >= self._limit:
-                return False
-        elif not self._may(env):
+        if (self._waiters and self._quota is None) or not self._may(env):
             return False
         self._started += 1
         self._in_flight += 1
