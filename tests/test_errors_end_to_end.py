@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -299,6 +301,36 @@ def test_ctrl_c_while_a_run_starts_ends_it(delay_s: float, tmp_path: Path) -> No
     if folder.exists():
         assert json.loads((folder / "config.json").read_text())
         assert load_file(folder / "policy.safetensors")
+
+
+def interrupted_in_a_callback(args: object) -> int:
+    """Press Ctrl-C where the interpreter forgets it: in the callback of a weak reference, as imports have many."""
+    pressed = []
+
+    class Thing:
+        pass
+
+    def callback(_: object) -> None:
+        pressed.append(True)
+        signal.raise_signal(signal.SIGINT)
+
+    thing = Thing()
+    reference = weakref.ref(thing, callback)
+    del thing
+    assert pressed
+    assert reference() is None
+    threading.Event().wait(PATIENCE_S)
+    return 0
+
+
+def test_a_ctrl_c_that_python_forgets_arrives_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sys.unraisablehook
+    monkeypatch.setattr("ebrl.cli._dispatch", interrupted_in_a_callback)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert sys.unraisablehook is before
 
 
 # In the library.

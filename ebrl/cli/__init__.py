@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,8 @@ def main(args: Sequence[str] | None = None) -> int:
         0; 1: the run failed; 2: bad input, nothing was written; 3: target not reached; 130: interrupted.
     """
     try:
-        return _dispatch(args)
+        with _interrupts_arrive():
+            return _dispatch(args)
     except EbrlError as error:
         _complain(error)
         return BAD_INPUT
@@ -71,6 +73,28 @@ def _dispatch(args: Sequence[str] | None) -> int:
         print(shown.getvalue(), end="", file=sys.stderr)
         raise
     return train(command) if isinstance(command, TrainConfig) else eval_run(command)
+
+
+@contextlib.contextmanager
+def _interrupts_arrive() -> Iterator[None]:
+    """Deliver a Ctrl-C again that came inside a finalizer or the callback of a weak reference.
+
+    The interpreter prints and forgets what is raised there, and importing runs many of them.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            # From another thread: in this one it would be raised before this function has returned, and lost again.
+            threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _leaves(group: BaseExceptionGroup[EbrlError]) -> Iterator[EbrlError]:
