@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ebrl.core.run import run
     from ebrl.core.runtime import Runtime
     from ebrl.core.trace import Trace
-    from ebrl.core.virtual import VirtualMachine, run_virtual
+    from ebrl.core.virtual import run_virtual
+    from ebrl.core.virtual_machine import VirtualMachine
     from ebrl.gen.batcher import Batcher
     from ebrl.gen.check import check_policy
     from ebrl.gen.generator import Generator
@@ -55,7 +56,7 @@ _HOMES = {
     "Trace": "core.trace",
     "Trainer": "train.trainer",
     "UpdateReport": "core.records",
-    "VirtualMachine": "core.virtual",
+    "VirtualMachine": "core.virtual_machine",
     "check_env": "sim.check",
     "check_policy": "gen.check",
     "env_spec": "sim.spec",

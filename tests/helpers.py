@@ -33,7 +33,8 @@ from ebrl.core.records import (
 )
 from ebrl.core.runtime import Runtime
 from ebrl.core.trace import Trace
-from ebrl.core.virtual import VirtualMachine, run_virtual
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.batcher import Batcher
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator

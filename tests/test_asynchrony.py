@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from ebrl.core.pools import Pool
 from ebrl.core.records import Observation, Segment
 from ebrl.core.trace import Trace
-from ebrl.core.virtual import VirtualLane, VirtualMachine, run_virtual
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_machine import VirtualLane, VirtualMachine
 from ebrl.sim.context import EnvContext
 from tests.helpers import RecordingLearner, Stage, assert_sound, run_python, scripted_spec, training, virtually
 
@@ -167,7 +168,8 @@ def test_the_same_seed_does_the_same_three_times() -> None:
 
 A_THOUSAND = """
 import time
-from ebrl.core.virtual import VirtualMachine, run_virtual
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_machine import VirtualMachine
 from tests.helpers import scripted_spec, training
 from tests.test_asynchrony import exponential, one_second
 

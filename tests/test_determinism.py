@@ -14,7 +14,8 @@ import torch
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import ActionOut, Episode
 from ebrl.core.runtime import Runtime
-from ebrl.core.virtual import VirtualMachine, run_virtual
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.gen.policies import GaussianPolicy

@@ -29,7 +29,8 @@ from ebrl.core.protocols import PolicyOut
 from ebrl.core.records import EnvSpec, TrainBatch
 from ebrl.core.rng import episode_seed
 from ebrl.core.runtime import Runtime
-from ebrl.core.virtual import VirtualMachine, run_virtual
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.sim.context import EnvContext

@@ -18,7 +18,7 @@ from ebrl.core.records import ActionOut, Array, Observation
 from ebrl.core.rng import Domain, NoiseStream, stream
 from ebrl.core.runtime import Runtime
 from ebrl.core.testing import settle
-from ebrl.core.virtual import VirtualMachine
+from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.batcher import Batcher
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator

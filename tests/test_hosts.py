@@ -22,7 +22,8 @@ from ebrl.core.errors import Closed, ConfigError, HostDied, InvalidData, Simulat
 from ebrl.core.machine import LocalMachine
 from ebrl.core.pools import Pool
 from ebrl.core.records import Array, ArraySpec, EnvSpec, StepResult
-from ebrl.core.virtual import VirtualMachine, run_virtual
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.sim import hosts as hosts_module
 from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
 from ebrl.sim.hosts import ProcessHost, SimHost, ThreadHost

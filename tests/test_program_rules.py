@@ -13,7 +13,7 @@ import pytest
 from ebrl.core.errors import ProgramError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.records import Observation
-from ebrl.core.virtual import VirtualMachine
+from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.sim.context import EnvContext
 from ebrl.sim.fake import ScriptedEnv
 from tests.helpers import STEP_S, assert_sound, leaves, recording, scripted_spec, take, training, virtually

@@ -14,7 +14,7 @@ from numpy.testing import assert_array_equal
 
 from ebrl.core.records import ActionOut, Observation, StepResult
 from ebrl.core.runtime import Runtime
-from ebrl.core.virtual import VirtualMachine
+from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.gen.service import BatchService

@@ -16,7 +16,7 @@ from ebrl.core.machine import LocalMachine
 from ebrl.core.protocols import Lane
 from ebrl.core.runtime import LEAST_S, SWITCH_INTERVAL_S, YOUNG_THRESHOLD, Runtime
 from ebrl.core.testing import settle
-from ebrl.core.virtual import VirtualMachine
+from ebrl.core.virtual_machine import VirtualMachine
 from tests.helpers import virtually
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
-from ebrl.core.virtual import VirtualMachine, run_virtual
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_machine import VirtualMachine
 
 
 def record(seed: int) -> Trace:

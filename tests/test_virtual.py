@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,9 @@ from ebrl.core.errors import Closed, Deadlock
 from ebrl.core.pools import Pool
 from ebrl.core.scope import Scope
 from ebrl.core.testing import Sequencer, no_leaks, settle
-from ebrl.core.virtual import VirtualMachine, run_virtual
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_gpu import GpuModel
+from ebrl.core.virtual_machine import VirtualMachine, spend
 from tests.helpers import virtually
 
 
@@ -207,10 +211,11 @@ async def test_lanes_queue_for_their_servers_exactly() -> None:
     gen = machine.lane("gen", "gen-0")
     ends: dict[str, float] = {}
 
-    def done(name: str) -> None:
+    async def note(name: str, future: asyncio.Future[Any]) -> None:
+        await future
         ends[name] = now()
 
-    await asyncio.gather(*(lane.run(done, lane.name) for lane in lanes), gen.run(done, "gen", n=6))
+    await asyncio.gather(*(note(lane.name, lane.run(int)) for lane in lanes), note("gen", gen.run(int, n=6)))
     assert ends == {"sim-0": 1, "sim-1": 1, "sim-2": 2, "sim-3": 2, "sim-4": 3, "gen": 2}
     assert [lane.busy_s for lane in lanes] == [1.0] * 5
 
@@ -222,7 +227,95 @@ async def test_one_lane_runs_one_call_at_a_time_in_order() -> None:
     await asyncio.gather(
         *(lane.run(lambda x=x: order.append((x, now())), n=n) for x, n in (("a", 3), ("b", 1), ("c", 0)))
     )
-    assert order == [("a", 3.0), ("b", 4.0), ("c", 4.0)]
+    assert order == [("a", 0.0), ("b", 3.0), ("c", 4.0)]  # a call does its work when it begins
+    assert now() == 4.0  # and its result is there when its time has passed
+
+
+@virtually
+async def test_a_call_says_itself_how_long_it_takes() -> None:
+    machine = VirtualMachine({"sim": lambda n, rng: 1.0}, num_cores=4)
+    lane = machine.lane("sim", "sim-0")
+
+    def work(fail: bool) -> str:
+        spend(2.0)
+        spend(0.5)
+        if fail:
+            raise ValueError("after it was spent")
+        return "done"
+
+    assert await lane.run(work, False) == "done"
+    assert now() == 3.5
+    with pytest.raises(ValueError, match="after it was spent"):
+        await lane.run(work, True)
+    assert (now(), lane.busy_s) == (7.0, 7.0)
+
+
+def test_spend_sleeps_outside_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    spend(0.25)
+    assert slept == [0.25]
+
+
+def saturating(units: float) -> float:
+    return min(1.0, units / 4)  # of 8: half of them are enough
+
+
+GPU = GpuModel(8, {"gen": saturating, "train": lambda units: units / 8}, {"gen": 0.5, "train": 0.25})
+
+
+async def gpu_ends(gpu: GpuModel, partition: Mapping[str, int] | None, *jobs: tuple[str, float, float]) -> list[float]:
+    """Start ``(kind, at, seconds)`` jobs on lanes of their own, and return when each ended."""
+    machine = VirtualMachine({}, gpu=gpu, servers={"gen": 9, "train": 9})
+    assert machine.gpu is not None
+    machine.gpu.partition = partition
+    began = now()
+
+    async def one(number: int, kind: str, at: float, seconds: float) -> float:
+        await asyncio.sleep(at)
+        await machine.lane(kind, f"{kind}-{number}").run(spend, seconds)
+        return round(now() - began, 9)
+
+    return await asyncio.gather(*(one(i, *job) for i, job in enumerate(jobs)))
+
+
+@virtually
+async def test_work_on_a_gpu_is_time_sliced_without_a_partition() -> None:
+    assert await gpu_ends(GPU, None, ("gen", 0, 1)) == [1.0]
+    assert await gpu_ends(GPU, None, ("gen", 0, 1), ("train", 0, 2)) == [2.0, 3.0]
+    assert await gpu_ends(GPU, None, ("gen", 0, 2), ("gen", 1, 1)) == [3.0, 3.0]
+    assert await gpu_ends(GPU, None, ("sim", 0, 1), ("gen", 0, 1)) == [1.0, 1.0]  # not a kind that uses the GPU
+
+
+@virtually
+async def test_a_partition_saturates_and_lends_what_nobody_uses() -> None:
+    # gen has half of the units and full speed; train half speed until gen has ended, and then everything.
+    assert await gpu_ends(GPU, {"gen": 4, "train": 4}, ("gen", 0, 1), ("train", 0, 2)) == [1.0, 2.5]
+    assert await gpu_ends(GPU, {"gen": 2, "train": 6}, ("gen", 0, 1), ("train", 0, 1.5)) == [2.0, 2.0]
+
+
+@virtually
+async def test_memory_bandwidth_is_divided() -> None:
+    greedy = GpuModel(8, GPU.speed, {"gen": 1.0, "train": 1.0})
+    # Both want 1 + 0.5 of it, so that both are slower by 1.5.
+    ends = await gpu_ends(greedy, {"gen": 4, "train": 4}, ("gen", 0, 1), ("train", 0, 0.5))
+    assert ends == [1.5, 1.5]
+
+
+@virtually
+async def test_a_partition_may_change_while_work_runs() -> None:
+    machine = VirtualMachine({}, gpu=GPU)
+    gpu = machine.gpu
+    assert gpu is not None
+    gpu.partition = {"gen": 4, "train": 4}
+    gen, train = machine.lane("gen", "gen-0"), machine.lane("train", "train-0")
+    running = asyncio.gather(gen.run(spend, 10.0), train.run(spend, 1.0))
+    await asyncio.sleep(1.0)
+    assert gpu.rates() == {"gen": 1.0, "train": 0.5}
+    gpu.partition = {"gen": 2, "train": 6}
+    assert gpu.rates() == {"gen": 0.5, "train": 0.75}
+    await running
+    assert round(now(), 9) == round(1.0 + 0.5 / 0.75 + 9.0 - 0.5 * 0.5 / 0.75, 9)
 
 
 @virtually

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ebrl.core.machine import LocalMachine
 from ebrl.core.scope import Scope
 from ebrl.core.testing import settle
-from ebrl.core.virtual import VirtualMachine
+from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.core.weights import WeightLease, WeightStore
 from tests.helpers import virtually
 

@@ -1,11 +1,10 @@
-"""Virtual time: the same runtime on a modelled machine, faster than real time and exactly repeatable.
+"""Virtual time: a clock that jumps, and that turns a deadlock into an error.
 
 `VirtualLoop` jumps to the next timer instead of waiting for it. When nothing is scheduled and everybody waits, that
 is a deadlock: the main task is cancelled at once, so that everything unwinds, and `Deadlock` leaves the loop with a
 table of who waits for what. Work handed to real threads (``asyncio.to_thread``) is waited for while the clock stands.
 
-`VirtualMachine` models hardware, never scheduling: its lanes queue for a server of their kind (a core, a GPU), spend
-the time that the kind's latency law says, then run the function inline.
+The hardware that goes with it is `ebrl.core.virtual_machine`.
 """
 
 from __future__ import annotations
@@ -14,23 +13,14 @@ import asyncio
 import selectors
 import sys
 import traceback
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Executor
-from typing import Any, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
-import numpy as np
-
-from ebrl.core.errors import Closed, Deadlock
-from ebrl.core.lanes import Call, Mailbox, deliver, execute
-from ebrl.core.pools import Lease, Pool
-from ebrl.core.protocols import Lane
-from ebrl.core.rng import Domain, stream
+from ebrl.core.errors import Deadlock
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-Law: TypeAlias = Callable[[int, np.random.Generator], float]
-"""``law(n, rng)``: seconds that a call with `n` units of work takes."""
 
 
 class _VirtualSelector(selectors.DefaultSelector):
@@ -145,135 +135,3 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
-
-
-class VirtualLane:
-    """A lane of a `VirtualMachine`; see `ebrl.core.protocols.Lane`."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        name: str,
-        pool: Pool | None,
-        servers: Pool,
-        law: Callable[[int], float],
-    ) -> None:
-        self._loop = loop
-        self._name = name
-        self._servers = servers
-        self._law = law
-        self._queue: deque[Call] = deque()
-        self._running: Call | None = None
-        self._closed = False
-        self._busy_s = 0.0
-        self._mailbox = Mailbox(loop, pool, self._take, name)
-
-    @property
-    def name(self) -> str:
-        """Of the lane."""
-        return self._name
-
-    @property
-    def busy_s(self) -> float:
-        """Virtual seconds spent in calls so far."""
-        return self._busy_s
-
-    def run(self, fn: Callable[..., T], *args: Any, n: int = 1) -> asyncio.Future[T]:
-        """Queue ``fn(*args)``; see `ebrl.core.protocols.Lane.run`."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        self.submit(future, fn, *args, n=n)
-        return future
-
-    def submit(self, future: asyncio.Future[Any], fn: Callable[..., Any], *args: Any, n: int = 1) -> None:
-        """Queue ``fn(*args)`` for a future of the caller's."""
-        if self._closed:
-            raise Closed(f"lane {self._name} is closed: {getattr(fn, '__qualname__', fn)} was not run")
-        self._mailbox.post((future, fn, args, n))
-
-    def close(self) -> None:
-        """Run nothing that has not begun."""
-        self._closed = True
-        for future, *_ in [*self._mailbox.close(), *self._queue]:
-            future.cancel()
-
-    def _take(self, calls: list[Call]) -> None:
-        self._queue.extend(calls)
-        if self._running is None:
-            self._next()
-
-    def _next(self) -> None:
-        if self._queue:
-            self._running = self._queue.popleft()
-            self._servers.request(1, self._begin, self._name)
-
-    def _begin(self, lease: Lease) -> None:
-        call = self._running
-        assert call is not None
-        future, _, _, n = call
-        seconds = 0.0 if future.cancelled() else self._law(n)
-        self._busy_s += seconds
-        self._loop.call_later(seconds, self._finish, call, lease)
-
-    def _finish(self, call: Call, lease: Lease) -> None:
-        result = execute(call)
-        lease.release()
-        self._running = None
-        self._mailbox.settle()
-        deliver(result)
-        if self._running is None:
-            self._next()
-
-
-class VirtualMachine:
-    """A machine that exists as numbers.
-
-    Example:
-        >>> machine = VirtualMachine({"sim": lambda n, rng: 0.02, "gen": lambda n, rng: 0.004 + 0.0002 * n})
-        >>> machine.num_cores
-        16
-    """
-
-    real = False
-
-    def __init__(
-        self,
-        laws: Mapping[str, Law],
-        *,
-        num_cores: int = 16,
-        servers: Mapping[str, int] | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Describe the machine.
-
-        Args:
-            laws: Latency law per kind of lane; a kind without one takes no time. Work of ``n=0`` takes none either.
-            num_cores: What simulators share.
-            servers: Calls of one kind that run at once; default: one, and `num_cores` for ``"sim"``.
-            seed: Of the latencies; every lane draws from a stream of its own.
-        """
-        self.num_cores = num_cores
-        self._laws = dict(laws)
-        self._units = {"sim": num_cores, **(servers or {})}
-        self._servers: dict[str, Pool] = {}
-        self._seed = seed
-        self._lanes: list[VirtualLane] = []
-
-    def lane(self, kind: str, name: str, pool: Pool | None = None) -> VirtualLane:
-        """Make a lane; see `ebrl.core.protocols.Machine.lane`."""
-        if kind not in self._servers:
-            self._servers[kind] = Pool(f"virtual {kind}", self._units.get(kind, 1))
-        law, rng = self._laws.get(kind), stream(self._seed, Domain.LATENCY, len(self._lanes))
-
-        def seconds(n: int) -> float:
-            return law(n, rng) if law is not None and n else 0.0
-
-        lane = VirtualLane(asyncio.get_running_loop(), name, pool, self._servers[kind], seconds)
-        self._lanes.append(lane)
-        return lane
-
-    async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
-        """Run nothing that has not begun; nothing can be lost here."""
-        for lane in self._lanes:
-            if lanes is None or lane in lanes:
-                lane.close()
-        return []

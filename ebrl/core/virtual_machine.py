@@ -1,0 +1,198 @@
+"""`VirtualMachine`: hardware as numbers, for the same runtime in virtual time. It models hardware, never scheduling.
+
+A lane queues for a server of its kind (a core, a GPU), runs the function inline, and takes the time that the kind's
+latency law says and that the function itself asks for with `spend`; the result is delivered then. Kinds of work that
+share a GPU slow each other down as `GpuModel` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from ebrl.core.errors import Closed
+from ebrl.core.lanes import Call, Mailbox, Result, deliver, execute
+from ebrl.core.pools import Lease, Pool
+from ebrl.core.protocols import Lane
+from ebrl.core.rng import Domain, stream
+from ebrl.core.virtual_gpu import GpuModel, VirtualGpu
+
+T = TypeVar("T")
+Law: TypeAlias = Callable[[int, np.random.Generator], float]
+"""``law(n, rng)``: seconds that a call with `n` units of work takes."""
+
+_call = threading.local()  # of the thread that runs a virtual call: the seconds it has spent
+
+
+def spend(seconds: float) -> None:
+    """Take so long: virtual time inside a call on a virtual lane, a sleep anywhere else.
+
+    Simulators that exist for tests and benchmarks use it, so that the same one runs in real and in virtual time.
+
+    Args:
+        seconds: Not negative.
+    """
+    if getattr(_call, "spent_s", None) is None:
+        time.sleep(seconds)
+    else:
+        _call.spent_s += seconds
+
+
+def _execute(call: Call) -> tuple[Result, float]:
+    _call.spent_s = 0.0
+    try:
+        return execute(call), _call.spent_s
+    finally:
+        _call.spent_s = None
+
+
+class VirtualLane:
+    """A lane of a `VirtualMachine`; see `ebrl.core.protocols.Lane`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        pool: Pool | None,
+        servers: Pool,
+        law: Callable[[int], float],
+        run_for: Callable[[float, Callable[[], None]], None],
+    ) -> None:
+        self._loop = loop
+        self._name = name
+        self._servers = servers
+        self._law = law
+        self._run_for = run_for
+        self._queue: deque[Call] = deque()
+        self._running: Call | None = None
+        self._closed = False
+        self._busy_s = 0.0
+        self._mailbox = Mailbox(loop, pool, self._take, name)
+
+    @property
+    def name(self) -> str:
+        """Of the lane."""
+        return self._name
+
+    @property
+    def busy_s(self) -> float:
+        """Virtual seconds spent in calls so far."""
+        return self._busy_s
+
+    def run(self, fn: Callable[..., T], *args: Any, n: int = 1) -> asyncio.Future[T]:
+        """Queue ``fn(*args)``; see `ebrl.core.protocols.Lane.run`."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self.submit(future, fn, *args, n=n)
+        return future
+
+    def submit(self, future: asyncio.Future[Any], fn: Callable[..., Any], *args: Any, n: int = 1) -> None:
+        """Queue ``fn(*args)`` for a future of the caller's."""
+        if self._closed:
+            raise Closed(f"lane {self._name} is closed: {getattr(fn, '__qualname__', fn)} was not run")
+        self._mailbox.post((future, fn, args, n))
+
+    def close(self) -> None:
+        """Run nothing that has not begun."""
+        self._closed = True
+        for future, *_ in [*self._mailbox.close(), *self._queue]:
+            future.cancel()
+
+    def _take(self, calls: list[Call]) -> None:
+        self._queue.extend(calls)
+        if self._running is None:
+            self._next()
+
+    def _next(self) -> None:
+        if self._queue:
+            self._running = self._queue.popleft()
+            self._servers.request(1, self._begin, self._name)
+
+    def _begin(self, lease: Lease) -> None:
+        call = self._running
+        assert call is not None
+        future, _, _, n = call
+        law_s = 0.0 if future.cancelled() else self._law(n)
+        result, spent_s = _execute(call)
+        began_s = self._loop.time()
+        self._run_for(law_s + spent_s, lambda: self._finish(result, lease, began_s))
+
+    def _finish(self, result: Result, lease: Lease, began_s: float) -> None:
+        self._busy_s += self._loop.time() - began_s
+        lease.release()
+        self._running = None
+        self._mailbox.settle()
+        deliver(result)
+        if self._running is None:
+            self._next()
+
+
+class VirtualMachine:
+    """A machine that exists as numbers.
+
+    Example:
+        >>> machine = VirtualMachine({"sim": lambda n, rng: 0.02, "gen": lambda n, rng: 0.004 + 0.0002 * n})
+        >>> machine.num_cores
+        16
+    """
+
+    real = False
+
+    def __init__(
+        self,
+        laws: Mapping[str, Law],
+        *,
+        num_cores: int = 16,
+        servers: Mapping[str, int] | None = None,
+        gpu: GpuModel | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Describe the machine.
+
+        Args:
+            laws: Latency law per kind of lane; a kind without one takes no time. Work of ``n=0`` takes none either.
+            num_cores: What simulators share.
+            servers: Calls of one kind that run at once; default: one, and `num_cores` for ``"sim"``.
+            gpu: What some kinds share; their laws then hold for all of it alone.
+            seed: Of the latencies; every lane draws from a stream of its own.
+        """
+        self.num_cores = num_cores
+        self.gpu = VirtualGpu(gpu) if gpu is not None else None
+        self._laws = dict(laws)
+        self._units = {"sim": num_cores, **(servers or {})}
+        self._servers: dict[str, Pool] = {}
+        self._seed = seed
+        self._lanes: list[VirtualLane] = []
+
+    def lane(self, kind: str, name: str, pool: Pool | None = None) -> VirtualLane:
+        """Make a lane; see `ebrl.core.protocols.Machine.lane`."""
+        if kind not in self._servers:
+            self._servers[kind] = Pool(f"virtual {kind}", self._units.get(kind, 1))
+        law, rng = self._laws.get(kind), stream(self._seed, Domain.LATENCY, len(self._lanes))
+
+        def seconds(n: int) -> float:
+            return law(n, rng) if law is not None and n else 0.0
+
+        loop = asyncio.get_running_loop()
+
+        def run_for(duration_s: float, done: Callable[[], None]) -> None:
+            if self.gpu is not None and kind in self.gpu.model.speed:
+                self.gpu.run(kind, duration_s, done)
+            else:
+                loop.call_later(duration_s, done)
+
+        lane = VirtualLane(loop, name, pool, self._servers[kind], seconds, run_for)
+        self._lanes.append(lane)
+        return lane
+
+    async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
+        """Run nothing that has not begun; nothing can be lost here."""
+        for lane in self._lanes:
+            if lanes is None or lane in lanes:
+                lane.close()
+        return []
