@@ -21,7 +21,8 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from ebrl.core.errors import Closed
-from ebrl.core.pools import Lease, Pool, Ticket
+from ebrl.core.leases import Lease, Lender, Ticket
+from ebrl.core.pools import Pool
 
 T = TypeVar("T")
 logger = logging.getLogger("ebrl")
@@ -65,29 +66,41 @@ def deliver(result: Result) -> None:
 
 
 class Mailbox:
-    """Calls posted in one turn of the loop leave together, once the pool has lent a unit.
+    """Calls posted in one turn of the loop leave together, once the pool has lent its units.
 
-    The unit is held while calls are outstanding. As long as nobody waits for the pool, later calls may follow at
-    once, so that a busy lane never idles for a turn of the loop; when somebody waits, the unit goes round.
+    They are held while calls are outstanding. As long as the pool is not contended, later calls may follow at once, so
+    that a busy lane never idles for a turn of the loop; when somebody waits, the units go round.
     """
 
-    __slots__ = ("_armed", "_lease", "_loop", "_name", "_pool", "_send", "_ticket", "outstanding", "waiting")
+    __slots__ = ("_armed", "_lease", "_loop", "_name", "_pool", "_send", "_ticket", "_units", "outstanding", "waiting")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, pool: Pool | None, send: Callable[[list[Any]], None], name: str
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pool: Lender | None,
+        send: Callable[[list[Any]], None],
+        name: str,
+        units: int = 1,
     ) -> None:
         """Make a mailbox.
 
         Args:
             loop: Of the callers.
-            pool: Lends one unit per working lane; None: nothing is asked.
+            pool: Lends the units, a pool or a stage's bucket of it; None: nothing is asked.
             send: Takes the calls, in order; must neither raise nor call `settle` itself.
             name: Shown as who waits for the pool.
+            units: That the calls use, for example threads of one operation.
+
+        Raises:
+            PoolError: The pool never lends so many at once.
         """
+        if pool is not None:
+            pool.expect(units, name)
         self._loop = loop
         self._pool = pool
         self._send = send
         self._name = name
+        self._units = units
         self._armed = False
         self._lease: Lease | None = None
         self._ticket: Ticket | None = None
@@ -111,11 +124,11 @@ class Mailbox:
             return
         lease, self._lease = self._lease, None
         if self.waiting:
-            self._ask()  # before the unit is free, so that its place in the queue is fair
+            self._ask()  # before the units are free, so that its place in the queue is fair
         lease.release()
 
     def close(self) -> list[Any]:
-        """Leave the queue and return the calls that were not sent; the unit goes back when the last sent call ends."""
+        """Leave the queue and return the calls that were not sent; the units go back when the last sent call ends."""
         if self._ticket is not None:
             self._ticket.cancel()
             self._ticket = None
@@ -134,7 +147,7 @@ class Mailbox:
 
     def _ask(self) -> None:
         assert self._pool is not None
-        ticket = self._pool.request(1, self._granted, self._name)
+        ticket = self._pool.request(self._units, self._granted, self._name)
         if self._lease is None:  # not granted at once
             self._ticket = ticket
 

@@ -1,23 +1,33 @@
-"""`Pool`: integer units of one resource, lent as leases: *how many* may work at once.
+"""`Pool`: integer units of one resource, lent as leases: *how many* may work at once, and who is next.
 
-A pool is work-conserving (no unit is free while the first in the queue can use it), first come first served, and never
-overdrawn. Rate limiters were measured and rejected for this job: a limit of 8 kept 8 cores at 1.00, a limiter with
-predicted cost at .76 to .90. Who is next when stages contend will be the business of token buckets, which rank the
-waiters of a pool; their place is between `Pool.request` and the queue.
+A pool counts: it is never overdrawn, and never waits on a timer while a unit is free. Rate limiters were measured and
+rejected for this job: a limit of 8 kept 8 cores at 1.00, a limiter with predicted cost at .76 to .90. So the rates of
+`ebrl.core.tokens.TokenBucket` only rank those who wait:
 
-All methods are called on the event loop.
+- entitled buckets first, then those that live on what their parent leaves unused, then those that just borrow;
+- within each class the bucket that was served least for its rate, then the one that asked first;
+- a bucket at its ceiling is passed over.
+
+The first in this order is not overtaken: while it waits for more units than are free, these are kept for it, so that
+large requests are not starved by small ones. So a unit is free only if nobody may use it, or if the first in the order
+collects its units.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
+from ebrl.core.accounts import Account, Front
 from ebrl.core.errors import ConfigError, PoolError
+from ebrl.core.leases import Lease, Lender, Ticket
+from ebrl.core.tokens import BucketStatistics, TokenBucket
+
+__all__ = ["Lease", "Lender", "Pool", "PoolStatistics", "ResourceManager", "Ticket"]
+
+DIRECT_RATE = 1.0  # units: a request that names no stage counts as one of a stage with one unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,62 +38,35 @@ class PoolStatistics:
         name: Of the pool.
         units: It has in all.
         free: Not lent.
-        waiting: Who waits, in order.
+        holding: Units per holder.
+        waiting: Who waits, in the order of arrival.
+        buckets: All that claim units, the one of direct requests first.
     """
 
     name: str
     units: int
     free: int
+    holding: Mapping[str, int]
     waiting: tuple[str, ...]
-
-
-class Lease:
-    """Held units; given back once, by `release` or by leaving a ``with`` block."""
-
-    __slots__ = ("_pool", "units")
-
-    def __init__(self, pool: Pool, units: int) -> None:
-        self._pool: Pool | None = pool
-        self.units = units
-
-    def release(self) -> None:
-        """Give the units back.
-
-        Raises:
-            PoolError: They were given back before.
-        """
-        pool, self._pool = self._pool, None
-        if pool is None:
-            raise PoolError("a lease was released twice: keep one owner for it, or use `with`")
-        pool._take_back(self.units)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-class Ticket:
-    """A place in the queue of a pool."""
-
-    __slots__ = ("_pool", "grant", "units", "who")
-
-    def __init__(self, pool: Pool, units: int, grant: Callable[[Lease], None], who: str) -> None:
-        self._pool = pool
-        self.units = units
-        self.grant = grant
-        self.who = who
-
-    def cancel(self) -> None:
-        """Leave the queue; nothing happens if the units were granted already."""
-        self._pool._leave(self)
+    buckets: tuple[BucketStatistics, ...]
 
 
 class Pool:
-    """Units of one resource.
+    """Units of one resource; a `ebrl.core.leases.Lender`. All methods are called on the loop.
+
+    The attributes are for its buckets, and to look at.
+
+    Attributes:
+        name: For messages.
+        units: It has in all.
+        free: Not lent.
+        clock: In seconds.
+        buckets: All claims; parents stand before their children.
+        waiting: Buckets with somebody in their queue.
+        lent: The leases that are out (a set that keeps its order).
+        contest_since_s: When somebody began to wait whom a free unit would have served, and nobody did before.
+        front: How far the service of the buckets that have no parent has come.
+        direct: The bucket of requests that are made at the pool itself.
 
     Example:
         >>> pool = Pool("cores", 2)
@@ -96,12 +79,28 @@ class Pool:
         3
     """
 
-    def __init__(self, name: str, units: int) -> None:
+    __slots__ = (
+        "_num_tickets",
+        "_serving",
+        "buckets",
+        "clock",
+        "contest_since_s",
+        "direct",
+        "free",
+        "front",
+        "lent",
+        "name",
+        "units",
+        "waiting",
+    )
+
+    def __init__(self, name: str, units: int, *, clock: Callable[[], float] | None = None) -> None:
         """Make a pool.
 
         Args:
             name: For messages.
             units: At least 1.
+            clock: In seconds, never goes back; default: that of the running loop.
 
         Raises:
             ConfigError: `units` is below 1.
@@ -110,83 +109,102 @@ class Pool:
             raise ConfigError(f"pool {name!r} needs at least 1 unit, got {units}")
         self.name = name
         self.units = units
-        self._free = units
-        self._queue: deque[Ticket] = deque()
+        self.free = units
+        self.clock = clock or self._loop_time
+        self.buckets: list[TokenBucket] = []
+        self.waiting: list[TokenBucket] = []
+        self.lent: dict[Lease, None] = {}
+        self.front = Front()
+        self.contest_since_s = 0.0
+        self._num_tickets = 0
+        self._serving = False
+        self.direct = TokenBucket("direct", self, rate=DIRECT_RATE)
 
     @property
     def contended(self) -> bool:
-        """Whether somebody waits."""
-        return bool(self._queue)
+        """See `ebrl.core.leases.Lender`."""
+        return self.direct.contended
+
+    def expect(self, units: int, who: str = "") -> None:
+        """See `ebrl.core.leases.Lender`."""
+        self.direct.expect(units, who)
 
     def request(self, units: int, grant: Callable[[Lease], None], who: str = "") -> Ticket:
-        """Ask for units; `grant` is called with the lease, at once if they are free and nobody waits.
-
-        Args:
-            units: How many.
-            grant: Takes the lease; must not raise.
-            who: For `statistics`.
-
-        Raises:
-            PoolError: More than the pool has.
-        """
-        if not 1 <= units <= self.units:
-            raise PoolError(f"{who or 'somebody'} asked {units} of {self.units} units of pool {self.name!r}")
-        ticket = Ticket(self, units, grant, who)
-        if self._queue or units > self._free:
-            self._queue.append(ticket)
-        else:
-            self._free -= units
-            grant(Lease(self, units))
-        return ticket
+        """See `ebrl.core.leases.Lender`."""
+        return self.direct.request(units, grant, who)
 
     async def acquire(self, units: int = 1, who: str = "") -> Lease:
-        """Wait for units. Cancellation while waiting costs nobody anything.
-
-        Args:
-            units: How many.
-            who: For `statistics`.
-
-        Raises:
-            PoolError: More than the pool has.
-        """
-        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-
-        def grant(lease: Lease) -> None:
-            if future.done():  # cancelled in this very turn
-                lease.release()
-            else:
-                future.set_result(lease)
-
-        ticket = self.request(units, grant, who)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if not future.cancelled():
-                future.result().release()
-            ticket.cancel()
-            raise
+        """See `ebrl.core.leases.Lender`."""
+        return await self.direct.acquire(units, who)
 
     def statistics(self) -> PoolStatistics:
-        """Who waits, and for how much."""
-        return PoolStatistics(self.name, self.units, self._free, tuple(ticket.who for ticket in self._queue))
+        """Who holds and who waits."""
+        holding: dict[str, int] = {}
+        for lease in self.lent:
+            holding[lease.who] = holding.get(lease.who, 0) + lease.units
+        tickets = sorted((ticket for bucket in self.waiting for ticket in bucket.queue), key=lambda t: t.number)
+        waiting = tuple(ticket.who for ticket in tickets)
+        buckets = tuple(bucket.statistics() for bucket in self.buckets)
+        return PoolStatistics(self.name, self.units, self.free, holding, waiting, buckets)
 
-    def _take_back(self, units: int) -> None:
-        self._free += units
-        if self._free > self.units:
-            raise PoolError(f"pool {self.name!r} got back more units than it has")
-        self._serve()
+    # For buckets.
 
-    def _serve(self) -> None:
-        queue = self._queue
-        while queue and queue[0].units <= self._free:
-            ticket = queue.popleft()
-            self._free -= ticket.units
-            ticket.grant(Lease(self, ticket.units))
+    def wait(self, ticket: Ticket) -> None:
+        """Put a ticket into the queue of its bucket, and serve whoever is next."""
+        bucket, now_s = ticket.bucket, self.clock()
+        self._num_tickets += 1
+        ticket.number = self._num_tickets
+        if not bucket.queue:
+            if not bucket.contended:  # a contest begins
+                self.contest_since_s = now_s
+                for one in self.buckets:
+                    one.account.start_counting(now_s)
+            for account in bucket.path:
+                account.start_waiting(now_s)
+            self.waiting.append(bucket)
+        bucket.queue.append(ticket)
+        self.serve()
 
-    def _leave(self, ticket: Ticket) -> None:
-        if ticket in self._queue:
-            self._queue.remove(ticket)
-            self._serve()
+    def forget(self, bucket: TokenBucket) -> None:
+        """Nobody waits in the queue of a bucket any more."""
+        self.waiting.remove(bucket)
+        for account in bucket.path:
+            account.num_waiting -= 1
+
+    def serve(self) -> None:
+        """Lend what is free to whoever is next, until nobody is."""
+        if self._serving or not self.waiting:  # in a grant: the loop below goes on anyway
+            return
+        self._serving = True
+        try:
+            while self.free and (bucket := self._next()) is not None:
+                bucket.lend_first()
+        finally:
+            self._serving = False
+
+    def _loop_time(self) -> float:
+        # A pool belongs to the loop that first asks it; asked where none runs, it goes on looking for one.
+        try:
+            self.clock = asyncio.get_running_loop().time
+        except RuntimeError:
+            return time.monotonic()
+        return self.clock()
+
+    def _next(self) -> TokenBucket | None:
+        # The first in rank that no ceiling blocks; None if it has to wait for units, as everybody behind it then does.
+        waiting, now_s = self.waiting, self.clock()
+        if len(waiting) > 1:
+            waiting = sorted(waiting, key=lambda bucket: bucket.rank(now_s))
+        collecting: list[Account] = []
+        for bucket in waiting:
+            units = bucket.queue[0].units
+            full = bucket.blocked_by(units)
+            if full is not None:
+                bucket.stand_aside(now_s)
+                collecting.append(full)  # what a parent has left is kept for the first of its children
+            elif not collecting or not any(account in collecting for account in bucket.path):
+                return bucket if units <= self.free else None
+        return None
 
 
 class ResourceManager:
