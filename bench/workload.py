@@ -381,21 +381,48 @@ def load_w(name: str, num_envs: int, folder: Path = PROFILES) -> Workload:
         ConfigError: There is no such profile, or something in its file is wrong.
     """
     file = read("w", name, SCHEMA["w"], folder)
+    where, label = f"w/{name}.json", f"{name} N={num_envs}"
+    return untrained(where, label, num_envs, file.records, num_cores=num_envs, sources=file.sources)
+
+
+def untrained(
+    where: str,
+    name: str,
+    num_envs: int,
+    records: Mapping[str, Mapping[str, Any]],
+    *,
+    num_cores: int,
+    sources: Mapping[str, str],
+) -> Workload:
+    """Return simulators on cores and a policy on a device of its own, and nothing that is trained.
+
+    Args:
+        where: File, for errors.
+        name: For reports.
+        num_envs: Environments.
+        records: What is known of ``simulator`` and ``policy``; the rest is plain.
+        num_cores: For the simulators.
+        sources: Of what is known.
+
+    Raises:
+        ConfigError: Numbers that contradict each other.
+    """
     simulator: dict[str, Any] = {
         "kind": "cpu", "num_envs": num_envs, "slots_per_unit": 1, "cores_per_unit": 1, "slot_s": 0.0,
         "burst_share": 0.0, "burst_factor": 1.0, "burst_steps": 1.0, "stall_probability": 0.0, "stall_factor": 1.0,
         "reset_cv": 0.0, "episode_law": "uniform", "success_rate": 0.0, "sm_share": 0.0, "bandwidth": 0.0,
     }  # fmt: skip
+    policy: dict[str, Any] = {"chunk": 1, "linearity": 1.0, "bandwidth": 0.0}
     speeds = ("core_speed", "generation_speed", "training_speed", "simulation_speed", "memory_bandwidth")
     workload = Workload(
-        name=f"{name} N={num_envs}",
-        simulator=SimulatorProfile(**simulator | file.records["simulator"]),
-        policy=PolicyProfile(chunk=1, linearity=1.0, bandwidth=0.0, **file.records["policy"]),
+        name=name,
+        simulator=SimulatorProfile(**simulator | dict(records["simulator"])),
+        policy=PolicyProfile(**policy | dict(records["policy"])),
         training=None,
-        machine=MachineProfile(num_cores=num_envs, sm_units=1, **dict.fromkeys(speeds, 1.0)),
-        sources=file.sources,
+        machine=MachineProfile(num_cores=num_cores, sm_units=1, **dict.fromkeys(speeds, 1.0)),
+        sources=sources,
     )
-    return _consistent(workload, f"w/{name}.json")
+    return _consistent(workload, where)
 
 
 def _consistent(workload: Workload, where: str) -> Workload:

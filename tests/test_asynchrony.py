@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebrl.core.pools import Pool
+from ebrl.core.leases import Lender
 from ebrl.core.records import Observation, Segment
 from ebrl.core.trace import Trace
 from ebrl.core.virtual import run_virtual
@@ -26,8 +26,8 @@ MIX = np.array([1.0, 0.5])  # how `ScriptedEnv` weighs the numbers of an action
 class OneSlowLane(VirtualMachine):
     """The lane of the first environment has a law of its own."""
 
-    def lane(self, kind: str, name: str, pool: Pool | None = None) -> VirtualLane:
-        return super().lane("slow" if name == "envs-0" else kind, name, pool)
+    def lane(self, kind: str, name: str, pool: Lender | None = None, units: int = 1) -> VirtualLane:
+        return super().lane("slow" if name == "envs-0" else kind, name, pool, units)
 
 
 def one_second(n: int, rng: np.random.Generator) -> float:

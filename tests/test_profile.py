@@ -479,7 +479,7 @@ def test_a_warm_profile_predicts_at_once_and_learns(tmp_path: Path) -> None:
 
 
 FIT = {"share": 2.0, "a_s": 0.1, "b_s": 0.2, "num": 3.0}
-STAGE = {"name": "gen", "group": "", "fits": [FIT], "mean_s": 0.5, "quantiles_s": [0.1, 0.9]}
+STAGE = {"name": "gen", "group": "", "fits": [FIT], "mean_s": 0.5, "quantiles_s": [0.1, 0.9], "num": 4}
 FILE = {"version": 1, "machine": "", "stages": [STAGE]}
 NOWHERE = object()
 
@@ -519,6 +519,7 @@ def changed(where: tuple[str | int, ...], value: object) -> Any:
             float("nan"),
             "stages[0].fits[0].num must be a number of at least 0, got nan",
         ),
+        (("stages", 0, "num"), -1, "stages[0].num must be a number of at least 0, got -1"),
         (("stages", 0, "mean_s"), float("inf"), "stages[0].mean_s must be a number of at least 0, got inf"),
         (("stages", 0, "quantiles_s", 1), [], "stages[0].quantiles_s[1] must be a number of at least 0, got []"),
         (

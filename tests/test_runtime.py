@@ -8,16 +8,22 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import Closed, ConfigError, PoolError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.protocols import Lane
 from ebrl.core.runtime import LEAST_S, SWITCH_INTERVAL_S, YOUNG_THRESHOLD, Runtime
 from ebrl.core.testing import settle
+from ebrl.core.virtual_gpu import GpuModel
 from ebrl.core.virtual_machine import VirtualMachine
-from tests.helpers import virtually
+from ebrl.gen.fake import ScriptedPolicy
+from ebrl.gen.generator import Generator
+from ebrl.sim.group import EnvGroup
+from tests.helpers import leaves, scripted_spec, virtually
 
 
 class Recording:
@@ -289,3 +295,51 @@ def test_the_default_machine_leaves_no_thread_behind() -> None:
             return await service.lane.run(threading.get_ident)
 
     assert asyncio.run(main()) != threading.get_ident()
+
+
+# What a runtime shares out.
+
+
+def sharing_machine(**options: Any) -> VirtualMachine:
+    gpu = GpuModel(8, {"gen": lambda units: units / 8, "train": lambda units: units / 8}, {})
+    return VirtualMachine({}, gpu=gpu, **options)
+
+
+@virtually
+async def test_there_is_a_pool_for_each_resource() -> None:
+    async with Runtime(sharing_machine(num_cores=4, memory_mib=1000)) as rt:
+        units = {pool.name: pool.units for pool in rt.resources.statistics()}
+        assert units == {"cores": 4, "memory": 1000, "sm": 8}
+        assert [bucket.name for bucket in rt.resources.pool("cores").statistics().buckets] == ["direct", "sim"]
+        assert rt.claim("gen") is None  # it runs on the GPU
+    async with Runtime(VirtualMachine({})) as rt:
+        with pytest.raises(PoolError, match="sm"):
+            rt.resources.pool("sm")
+
+
+@virtually
+async def test_simulators_that_do_not_fit_are_not_built() -> None:
+    spec = replace(scripted_spec(), memory_mib=300)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with Runtime(sharing_machine(memory_mib=1000)) as rt:
+            gen = rt.start(Generator(ScriptedPolicy(spec)))
+            rt.start(EnvGroup(spec, actor=gen, count=4))
+            await settle()
+    (error,) = leaves(caught.value)
+    assert str(error) == "envs: 4 simulators of 300 MiB do not fit into 1000 MiB: use a smaller count"
+
+
+@virtually
+async def test_a_group_waits_for_the_memory_of_another() -> None:
+    spec = replace(scripted_spec(), memory_mib=300)
+    async with Runtime(sharing_machine(memory_mib=1000)) as rt:
+        gen = rt.start(Generator(ScriptedPolicy(spec)))
+        first = rt.start(EnvGroup(spec, actor=gen, count=2, name="first"))
+        second = rt.start(EnvGroup(spec, actor=gen, count=2, name="second"))
+        await first.run_episodes([1])
+        memory = rt.resources.pool("memory")
+        assert (memory.statistics().holding, memory.statistics().waiting) == ({"first": 600}, ("second",))
+        await rt.stop(first)
+        await second.run_episodes([1])
+        assert memory.statistics().holding == {"second": 600}
+    assert memory.statistics().free == 1000

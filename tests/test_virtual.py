@@ -295,6 +295,30 @@ async def test_a_partition_saturates_and_lends_what_nobody_uses() -> None:
 
 
 @virtually
+async def test_a_partition_may_keep_what_nobody_uses() -> None:
+    machine = VirtualMachine({}, gpu=GPU)
+    assert machine.gpu is not None
+    machine.gpu.lends = False
+    machine.divide({"gen": 2, "train": 6})
+    began = now()
+    await machine.lane("gen", "gen-0").run(spend, 1.0)
+    assert now() - began == 2.0
+
+
+@virtually
+async def test_work_on_a_gpu_ends_however_late_it_is() -> None:
+    await asyncio.sleep(3e6)  # a month: the clock has steps of half a nanosecond
+    ends = await gpu_ends(GPU, {"gen": 2, "train": 6}, *(("gen", i / 7, 1 / 3) for i in range(5)), ("train", 0, 1 / 3))
+    assert max(ends) < 6
+
+
+@virtually
+async def test_what_has_no_part_in_a_partition_takes_turns() -> None:
+    model = GpuModel(8, {**GPU.speed, "sim": lambda units: 1.0}, {})
+    assert await gpu_ends(model, {"gen": 4, "train": 4}, ("sim", 0, 1), ("gen", 0, 1)) == [2.0, 2.0]
+
+
+@virtually
 async def test_memory_bandwidth_is_divided() -> None:
     greedy = GpuModel(8, GPU.speed, {"gen": 1.0, "train": 1.0})
     # Both want 1 + 0.5 of it, so that both are slower by 1.5.

@@ -57,11 +57,12 @@ def command() -> NoReturn:
 def _dispatch(args: Sequence[str] | None) -> int:
     import tyro  # slow to import; not needed to import the package
 
-    from ebrl.cli.config import EvalConfig, TrainConfig
+    from ebrl.cli.config import EvalConfig, ProbeConfig, TrainConfig
     from ebrl.cli.eval import eval_run
+    from ebrl.cli.probe import probe
     from ebrl.cli.train import train
 
-    commands: dict[str, Callable[..., Any]] = {"train": TrainConfig, "eval": EvalConfig}
+    commands: dict[str, Callable[..., Any]] = {"train": TrainConfig, "eval": EvalConfig, "probe": ProbeConfig}
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
@@ -72,6 +73,8 @@ def _dispatch(args: Sequence[str] | None) -> int:
             raise error from None
         print(shown.getvalue(), end="", file=sys.stderr)
         raise
+    if isinstance(command, ProbeConfig):
+        return probe(command)
     return train(command) if isinstance(command, TrainConfig) else eval_run(command)
 
 

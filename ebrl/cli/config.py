@@ -39,6 +39,7 @@ class TrainConfig:
         deterministic: With ``--max-lag 0``: a run that depends on the seed alone.
         run_dir: Folder of this run; must not exist. Default: ``runs/<env>-<seed>``.
         trace: Write ``trace.json`` for ui.perfetto.dev.
+        profile: Begin with what a file of profiles says: of ``ebrl probe``, or ``profile.json`` of an earlier run.
     """
 
     env: str
@@ -61,6 +62,7 @@ class TrainConfig:
     deterministic: bool = False
     run_dir: Path | None = None
     trace: bool = False
+    profile: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_envs", "lanes", "updates", "horizon", "eval_every", "eval_episodes", "action_repeat"):
@@ -118,6 +120,52 @@ class EvalConfig:
     def __post_init__(self) -> None:
         at_least("episodes", self.episodes, 1)
         at_least("seed", self.seed, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """Measure an environment or a policy on this machine, and write the profile that runs and the twin begin with.
+
+    Attributes:
+        target: Folder of a run of ``ebrl train``: its policy is measured. Anything else is the id of an environment.
+        env_kwargs: Passed to the environment; values are read as Python literals where they are some.
+        horizon: Simulator steps after which an episode is truncated; default: the environment's own.
+        host: Where simulators run; default: what the environment wants.
+        policy: Measure also the policy that ``ebrl train`` would begin with in this environment.
+        hidden: Widths of the hidden layers of that policy.
+        max_batch: Most rows of a batch.
+        seconds: That simulators are measured for, and so long the policy.
+        seed: Of episodes, actions and observations.
+        out: File to write. What it says of other stages stays.
+    """
+
+    target: tyro.conf.Positional[str]
+    env_kwargs: dict[str, str] = field(default_factory=dict)
+    horizon: int | None = None
+    host: Host | None = None
+    policy: bool = False
+    hidden: tuple[int, ...] = (64, 64)
+    max_batch: int = 64
+    seconds: float = 5.0
+    seed: int = 0
+    out: Path = Path("profile.json")
+
+    def __post_init__(self) -> None:
+        at_least("max_batch", self.max_batch, 1)
+        at_least("seed", self.seed, 0)
+        if not 0 < self.seconds < float("inf"):
+            raise ConfigError(f"--seconds must be a number above 0, got {self.seconds}")
+
+    def as_run(self) -> TrainConfig:
+        """Return what a run in this environment would be told."""
+        return TrainConfig(
+            env=self.target,
+            env_kwargs=self.env_kwargs,
+            horizon=self.horizon,
+            host=self.host,
+            hidden=self.hidden,
+            seed=self.seed,
+        )
 
 
 def at_least(name: str, value: int | None, bound: int) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run: ``config.json``, ``metrics.jsonl``, TensorBoard events, ``policy.safetensors``."""
+"""The folder of a run: configuration, metrics as JSON lines and for TensorBoard, policy, and profiles of the stages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from safetensors.torch import load_file, save_file
 from ebrl import __version__
 from ebrl.cli.config import TrainConfig
 from ebrl.core.errors import ConfigError
+
+PROFILE = "profile.json"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run was kept there."""
+    return (folder / "config.json").is_file()
 
 
 def refuse_existing(folder: Path) -> None:
@@ -40,8 +47,8 @@ def create(folder: Path, config: TrainConfig) -> None:
         folder.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"the run folder {folder} cannot be made: {error.strerror}") from error
-    record: dict[str, Any] = {"ebrl": __version__, **dataclasses.asdict(config), "run_dir": str(folder)}
-    (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    record: dict[str, Any] = {"ebrl": __version__, **dataclasses.asdict(config), "run_dir": folder}
+    (folder / "config.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def save_policy(policy: torch.nn.Module, folder: Path) -> Path:
@@ -76,7 +83,7 @@ def load_config(folder: Path) -> dict[str, Any]:
         ConfigError: There is none.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not holds_run(folder):
         raise ConfigError(f"{folder} holds no config.json: give the folder of a run of `ebrl train`")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

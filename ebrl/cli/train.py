@@ -13,6 +13,7 @@ from ebrl.cli import folder as run_folder
 from ebrl.cli.config import TrainConfig
 from ebrl.cli.progress import RunProgress
 from ebrl.core.errors import ConfigError
+from ebrl.core.profile_file import SavedProfiles, load
 from ebrl.core.records import EnvSpec, UpdateReport
 from ebrl.core.rng import Domain, stream
 from ebrl.core.run import run
@@ -39,25 +40,31 @@ def train(config: TrainConfig) -> int:
     """
     run_folder.refuse_existing(config.folder)
     console = Console()
+    known = load(config.profile) if config.profile is not None else None
     spec, policy = build(config)
     learner = PPO(policy, replace(config.ppo, seed=config.ppo.seed or config.seed))
     run_folder.create(config.folder, config)
     with MetricsWriter(config.folder) as metrics:
-        session = Session(config, console, spec, policy, learner, metrics)
+        session = Session(config, console, spec, policy, learner, metrics, known)
         with saving(session, config, console):
             run(session.main())
     return 0 if session.reached or not config.evaluates else 3
 
 
-def build(config: TrainConfig) -> tuple[EnvSpec, TorchPolicy]:
-    """Make the environment's description and an untrained policy for it."""
-    spec = env_spec(
+def describe(config: TrainConfig) -> EnvSpec:
+    """Make the environment's description."""
+    return env_spec(
         config.env,
         horizon=config.horizon,
         action_repeat=config.action_repeat,
         host=config.host,
         **config.parsed_env_kwargs(),
     )
+
+
+def build(config: TrainConfig) -> tuple[EnvSpec, TorchPolicy]:
+    """Make the environment's description and an untrained policy for it."""
+    spec = describe(config)
     return spec, default_policy(spec, hidden=config.hidden, normalize=config.normalize_obs, seed=config.seed)
 
 
@@ -69,6 +76,7 @@ def saving(session: Session, config: TrainConfig, console: Console) -> Iterator[
     finally:
         path = run_folder.save_policy(session.learned(), config.folder)
         console.print(f"policy saved to {path}", soft_wrap=True, highlight=False, markup=False)
+        session.save_profiles()
 
 
 class Session:
@@ -82,6 +90,7 @@ class Session:
         policy: TorchPolicy,
         learner: PPO,
         metrics: MetricsWriter,
+        known: SavedProfiles | None = None,
     ) -> None:
         self.reached = False
         self._config = config
@@ -91,6 +100,7 @@ class Session:
         self._learner = learner
         self._metrics = metrics
         self._trace = Trace() if config.trace else None
+        self._runtime = Runtime(seed=config.seed, deterministic=config.deterministic, trace=self._trace, profile=known)
         self._actor: Generator | None = None
         self._last = "no evaluation"
         self._evaluation: tuple[Generator, EnvGroup] | None = None
@@ -103,12 +113,16 @@ class Session:
             weights: torch.nn.Module = lease.weights
             return weights
 
+    def save_profiles(self) -> None:
+        """Write what was found out about the stages, for the next run."""
+        self._runtime.profiles.save(self._config.folder / run_folder.PROFILE)
+
     async def main(self) -> None:
         """Train until a target is reached or all updates are done."""
         config = self._config
         progress = RunProgress(self._console, self._spec.id, config.updates)
         try:
-            async with Runtime(seed=config.seed, deterministic=config.deterministic, trace=self._trace) as rt:
+            async with self._runtime as rt:
                 self._actor = gen = rt.start(Generator(self._policy))
                 envs = rt.start(self._group(gen, config.num_envs, "envs"))
                 io = rt.machine.lane("io", "metrics")

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from ebrl.core.errors import Closed
 from ebrl.core.leases import Lease, Lender, Ticket
-from ebrl.core.pools import Pool
 
 T = TypeVar("T")
 logger = logging.getLogger("ebrl")
@@ -198,7 +197,7 @@ class Completions:
 class ThreadLane:
     """One named thread; calls run in order. See `ebrl.core.protocols.Lane`."""
 
-    def __init__(self, completions: Completions, name: str, pool: Pool | None = None) -> None:
+    def __init__(self, completions: Completions, name: str, pool: Lender | None = None, units: int = 1) -> None:
         self._completions = completions
         self._name = name
         self._queue: SimpleQueue[list[Call] | None] = SimpleQueue()
@@ -206,7 +205,7 @@ class ThreadLane:
         self._closed = False
         self._busy_s = 0.0
         self._ended: asyncio.Future[None] = completions.loop.create_future()
-        self.mailbox = Mailbox(completions.loop, pool, self._queue.put, name)
+        self.mailbox = Mailbox(completions.loop, pool, self._queue.put, name, units)
         self.thread = threading.Thread(target=self._work, name=f"ebrl-{name}", daemon=True)
         self.thread.start()
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.lanes import Completions, ThreadLane
-from ebrl.core.pools import Pool
+from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane
 
 
@@ -19,6 +19,8 @@ class LocalMachine:
     """The computer we run on. Lanes belong to the loop that first asks for one."""
 
     real = True
+    on_cores = frozenset({"sim", "gen", "train"})
+    sm_units = 0
 
     def __init__(self, num_cores: int | None = None) -> None:
         """Describe the machine.
@@ -32,14 +34,23 @@ class LocalMachine:
         if num_cores is not None and num_cores < 1:
             raise ConfigError(f"num_cores must be at least 1, got {num_cores}")
         self.num_cores = num_cores or available_cores()
+        self.memory_mib = physical_memory_mib()
         self._completions: Completions | None = None
         self._lanes: list[ThreadLane] = []
 
-    def lane(self, kind: str, name: str, pool: Pool | None = None) -> ThreadLane:
+    def divide(self, units: Mapping[str, int] | None) -> None:
+        """Refuse: there is nothing to divide.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("this machine has no GPU whose units could be divided")
+
+    def lane(self, kind: str, name: str, pool: Lender | None = None, units: int = 1) -> ThreadLane:
         """Start a thread; see `ebrl.core.protocols.Machine.lane`. `kind` makes no difference here."""
         if self._completions is None:
             self._completions = Completions(asyncio.get_running_loop())
-        lane = ThreadLane(self._completions, name, pool)
+        lane = ThreadLane(self._completions, name, pool, units)
         self._lanes.append(lane)
         return lane
 
@@ -49,6 +60,14 @@ class LocalMachine:
         self._lanes = [lane for lane in self._lanes if lane not in chosen]
         ended = await asyncio.gather(*(lane.aclose(deadline_s) for lane in chosen))
         return [lane.name for lane, ok in zip(chosen, ended, strict=True) if not ok]
+
+
+def physical_memory_mib() -> int:
+    """Memory of this computer, in MiB; a very large number where nobody says."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+    except (AttributeError, ValueError, OSError):  # not on this operating system
+        return 2**40
 
 
 def available_cores() -> int:

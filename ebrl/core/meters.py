@@ -108,7 +108,7 @@ class Rate:
         4.0
     """
 
-    __slots__ = ("_last_s", "_num", "_start_s", "_window_s")
+    __slots__ = ("_count", "_last_s", "_num", "_start_s", "_window_s")
 
     def __init__(self, window_s: float = 10.0) -> None:
         """Make a meter.
@@ -123,6 +123,7 @@ class Rate:
         self._start_s: float | None = None
         self._last_s = 0.0
         self._num = 0.0  # weighted, as of the last arrival
+        self._count = 0  # as last read
 
     def add(self, time_s: float, num: int = 1) -> None:
         """Count arrivals.
@@ -136,6 +137,27 @@ class Rate:
             return
         self._num = self._num * exp((self._last_s - time_s) / self._window_s) + num
         self._last_s = time_s
+
+    def read(self, time_s: float, count: int) -> None:
+        """Take a counter instead: what has come since the last reading is taken to have come evenly.
+
+        The first one is the start; a second one in the same moment is put off to the next.
+
+        Args:
+            time_s: When; never before the last one.
+            count: Arrivals so far.
+        """
+        if self._start_s is None:
+            self._start_s = self._last_s = time_s
+            self._count = count
+            return
+        elapsed_s = time_s - self._last_s
+        if elapsed_s <= 0.0:
+            return
+        kept = exp(-elapsed_s / self._window_s)
+        weight = -self._window_s * expm1(-elapsed_s / self._window_s) / elapsed_s  # the mean of the weights
+        self._num = self._num * kept + (count - self._count) * weight
+        self._last_s, self._count = time_s, count
 
     def per_s(self, now_s: float) -> float:
         """Arrivals per second as of now, which is not before the last one; 0 while no time has passed."""

@@ -48,6 +48,7 @@ class StageRecord:
         fits: By share, smallest first.
         mean_s: Of the latencies; 0 where there are none.
         quantiles_s: Of the latencies, at equal distances from 0 to 1; empty where there are none.
+        num: Of what was served in all: requests, steps, resets; 0 where nobody counted.
     """
 
     name: str
@@ -55,6 +56,7 @@ class StageRecord:
     fits: tuple[FitRecord, ...] = ()
     mean_s: float = 0.0
     quantiles_s: tuple[float, ...] = ()
+    num: float = 0.0
 
 
 class StageProfile:
@@ -66,6 +68,7 @@ class StageProfile:
         latency: Seconds of its calls.
         arrivals: Of what it serves.
         usage: Of its lanes.
+        num: Of what it has served, as last read.
 
     Example:
         >>> gen = StageProfile("gen")
@@ -102,6 +105,7 @@ class StageProfile:
         self.latency = Latencies(num_samples)
         self.arrivals = Rate(window_s)
         self.usage = Utilisation(window_s)
+        self.num = 0
         self._forgetting = forgetting
         self._fits: dict[float, LinearFit] = {}
 
@@ -123,6 +127,23 @@ class StageProfile:
             fit = self._open(share)
         fit.observe(n, seconds)
         self.latency.add(seconds)
+
+    def read(self, time_s: float, num: int, busy_s: float, capacity: float = 1.0) -> dict[str, float]:
+        """Take counters, so that nothing need be done per request; the first reading is the start.
+
+        Args:
+            time_s: Now.
+            num: What has been served so far.
+            busy_s: Seconds of work so far, over all lanes.
+            capacity: Units that could work since the last reading.
+
+        Returns:
+            For the statistics of a service: what arrives per second, and which part of the lanes works.
+        """
+        self.arrivals.read(time_s, num)
+        self.num = num
+        self.usage.read(time_s, busy_s, capacity)
+        return {"arrivals_per_s": self.arrivals.per_s(time_s), "utilisation": self.usage.value}
 
     def predict(self, n: float, share: float = 1.0) -> float:
         """Seconds of a call of size `n` on `share` units; 0 as long as nothing is known.
@@ -151,9 +172,9 @@ class StageProfile:
         """Return what a file keeps."""
         fits = tuple(FitRecord(float(s), fit.a_s, fit.b_s, fit.num) for s, fit in sorted(self._fits.items()))
         if not len(self.latency):
-            return StageRecord(self.name, self.group, fits)
+            return StageRecord(self.name, self.group, fits, num=self.num)
         quantiles = np.quantile(self.latency.samples(), np.linspace(0.0, 1.0, NUM_QUANTILES))
-        return StageRecord(self.name, self.group, fits, self.latency.mean, tuple(quantiles.tolist()))
+        return StageRecord(self.name, self.group, fits, self.latency.mean, tuple(quantiles.tolist()), self.num)
 
     def warm_start(self, record: StageRecord) -> None:
         """Begin with what an earlier run knew; where this one has seen something already, that stays.
@@ -190,7 +211,7 @@ class SimulationProfile:
 
     Attributes:
         group: Its name.
-        step: Calls that step.
+        step: Simulator steps; the time of a call that takes several is shared out among them.
         reset: Calls that reset.
         turnaround: From an answer of the policy to the same environment's next request, whatever it did meanwhile;
             its `arrivals` are those requests.

@@ -13,7 +13,8 @@ JSON; seconds throughout::
             {"share": 4.0, "a_s": 0.004, "b_s": 0.0005, "num": 99.3}
           ],
           "mean_s": 0.0071,                             of the latencies
-          "quantiles_s": [0.0042, 0.0043, 0.0196]       at equal distances from 0 to 1, rising: none, or at least two
+          "quantiles_s": [0.0042, 0.0043, 0.0196],      at equal distances from 0 to 1, rising: none, or at least two
+          "num": 52000                                  requests, steps or resets that were served in all
         }
       ]
     }
@@ -67,18 +68,18 @@ class SavedProfiles:
         return len(known)
 
 
-def save(path: Path, profiles: Iterable[StageProfile], machine: str = "") -> None:
+def save(path: Path, profiles: Iterable[StageProfile | StageRecord], machine: str = "") -> None:
     """Write the file, whole or not at all.
 
     Args:
         path: Replaced if it exists; its folder must exist.
-        profiles: No two with the same name and group.
+        profiles: Or what is kept of them; no two with the same name and group.
         machine: Description.
 
     Raises:
         ConfigError: The operating system does not allow it.
     """
-    records = [asdict(profile.record()) for profile in profiles]
+    records = [asdict(item.record() if isinstance(item, StageProfile) else item) for item in profiles]
     assert len({(record["name"], record["group"]) for record in records}) == len(records), "two profiles of one stage"
     text = json.dumps({"version": VERSION, "machine": machine, "stages": records}, indent=1, allow_nan=False)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may save at once
@@ -121,6 +122,7 @@ def _stage(node: _Node) -> StageRecord:
         fits=node.field("fits").unique(_fit, lambda fit: fit.share, "share"),
         mean_s=node.field("mean_s").number(),
         quantiles_s=values,
+        num=node.field("num").number(),
     )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ebrl.core.admission import Admission
+    from ebrl.core.leases import Lender
     from ebrl.core.rng import NoiseStream
     from ebrl.core.runtime import Runtime
     from ebrl.core.weights import WeightStore
@@ -60,13 +61,33 @@ class Machine(Protocol):
     def real(self) -> bool:
         """False for a model: no threads or processes exist, and time is virtual."""
 
-    def lane(self, kind: str, name: str, pool: Any = None) -> Lane:
+    @property
+    def memory_mib(self) -> int:
+        """Memory for simulators."""
+
+    @property
+    def sm_units(self) -> int:
+        """Units of the GPU that can be given to one kind of lane or another; 0: it has none, or cannot divide it."""
+
+    def divide(self, units: Mapping[str, int] | None) -> None:
+        """Give each kind of lane its units from now on, those of a kind that does not run to the others.
+
+        Args:
+            units: Per kind, adding up to `sm_units`; None: kinds take turns.
+        """
+
+    @property
+    def on_cores(self) -> frozenset[str]:
+        """Kinds of lanes whose work takes CPU cores."""
+
+    def lane(self, kind: str, name: str, pool: Lender | None = None, units: int = 1) -> Lane:
         """Make a lane; called when a service opens.
 
         Args:
             kind: ``"sim"``, ``"gen"``, ``"train"`` or ``"io"``; a model has one latency law per kind.
             name: Unique name.
-            pool: `ebrl.core.pools.Pool` that must lend a unit for as long as the lane works; None asks nobody.
+            pool: Must lend units for as long as the lane works: what `Runtime.claim` returns; None asks nobody.
+            units: How many; the threads that its calls use.
         """
 
     async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
@@ -100,10 +121,18 @@ class Service(Protocol):
 
 
 class Request(Protocol):
-    """One question to an actor. Made by the asking stage; the methods are called on the loop, by the actor."""
+    """One question to an actor. Made by the asking stage; the methods are called on the loop, by the actor.
+
+    Attributes:
+        obs: What is to be acted on.
+        noise: The stream of the environment that asks.
+        answered_s: Loop time at which the environment got its last answer, 0 where it has waited for something else
+            since (credit, its first episode). The actor writes it before it delivers.
+    """
 
     obs: Observation
     noise: NoiseStream
+    answered_s: float
 
     def cancelled(self) -> bool:
         """Nobody waits for the answer any more; the actor was told by `Actor.withdraw`."""

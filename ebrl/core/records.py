@@ -59,6 +59,7 @@ class EnvSpec:
         task: What the policy is asked to do (language instruction, or task name).
         host: Where it runs unless the user says otherwise.
         info_keys: Numeric entries of ``info`` that a process host passes on.
+        memory_mib: That one simulator takes, taken from the ``memory`` pool before it is built; 0: not known.
     """
 
     id: str
@@ -70,6 +71,7 @@ class EnvSpec:
     task: str = ""
     host: Host = "thread"
     info_keys: tuple[str, ...] = ()
+    memory_mib: int = 0
 
 
 @dataclass(slots=True)

@@ -11,22 +11,29 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Coroutine, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ebrl.core.errors import IN_CHILD, UNGUARDED, Closed, ConfigError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.pools import Pool, ResourceManager
+from ebrl.core.profile_file import SavedProfiles, load
+from ebrl.core.profiles import Profiles
 from ebrl.core.protocols import Machine, Service
 from ebrl.core.scope import Scope, finish
+from ebrl.core.tokens import TokenBucket
 from ebrl.core.trace import Trace
+from ebrl.core.tuning import Tuning
 
 S = TypeVar("S", bound=Service)
 T = TypeVar("T")
 logger = logging.getLogger("ebrl")
 
+FIRST_SHARES = {"sim": 0.5, "gen": 0.25, "train": 0.25}  # of the cores, where stages contend; the tuner changes them
 SWITCH_INTERVAL_S = 5e-4  # the default of 5 ms lets Python code of a learner take 71 % of the rollouts
 YOUNG_THRESHOLD = 1_000_000  # more objects than before that start a collection by themselves
 LEAST_S = 0.05  # what closing a service may take in any case, whatever those before it took
@@ -42,6 +49,9 @@ class Runtime:
         async with ebrl.Runtime(seed=0) as rt:
             gen = rt.start(ebrl.Generator(policy))
             envs = rt.start(ebrl.EnvGroup(spec, actor=gen, count=16))
+
+    Attributes:
+        clock: Loop time, to the microsecond: that of uvloop counts milliseconds, and whole batches may take less.
     """
 
     def __init__(
@@ -51,6 +61,8 @@ class Runtime:
         seed: int = 0,
         deterministic: bool = False,
         trace: Trace | None = None,
+        tune: bool = True,
+        profile: SavedProfiles | Path | str | None = None,
         grace_s: float = 1.5,
     ) -> None:
         """Describe a runtime.
@@ -60,10 +72,13 @@ class Runtime:
             seed: From which every random stream of the run is keyed.
             deterministic: With ``max_lag=0``: results that depend on the seed alone, not on timing or lanes.
             trace: Takes the spans of the run; None records nothing.
+            tune: Let the tuner turn the knobs that were not set; never in a deterministic run, since it goes by time.
+            profile: What an earlier run or `ebrl probe` found out on this machine, or the file of it: services begin
+                with what it says of their names.
             grace_s: How long the end may wait for running calls.
 
         Raises:
-            ConfigError: `seed` is negative or `grace_s` not positive.
+            ConfigError: `seed` is negative or `grace_s` not positive; or `profile` is no file of profiles.
         """
         if seed < 0:
             raise ConfigError(f"seed must not be negative, got {seed}")
@@ -73,7 +88,19 @@ class Runtime:
         self.seed = seed
         self.deterministic = deterministic
         self.trace = trace
-        self.resources = ResourceManager([Pool("cores", self.machine.num_cores)])
+        cores, memory = Pool("cores", self.machine.num_cores), Pool("memory", self.machine.memory_mib)
+        sm = [Pool("sm", self.machine.sm_units)] if self.machine.sm_units else []
+        self.resources = ResourceManager([cores, memory, *sm])
+        self._claims = {
+            kind: TokenBucket(kind, cores, rate=part * cores.units)
+            for kind, part in FIRST_SHARES.items()
+            if kind in self.machine.on_cores
+        }
+        self.tuning = Tuning(
+            self.machine, self.resources, self.spawn, self._claims, trace, enabled=tune and not deterministic
+        )
+        self.profiles = Profiles(self.machine, load(Path(profile)) if isinstance(profile, str | Path) else profile)
+        self.clock: Callable[[], float] = time.monotonic
         self._grace_s = grace_s
         self._scope = Scope()
         self._exit = AsyncExitStack()
@@ -87,6 +114,8 @@ class Runtime:
             raise Closed("a Runtime is entered once: make another one")
         if IN_CHILD in os.environ:
             raise ConfigError(UNGUARDED)
+        if not self.machine.real:
+            self.clock = asyncio.get_running_loop().time
         await self._exit.enter_async_context(self._scope)
         self._tune_interpreter()
         self._exit.push_async_callback(self._close)
@@ -115,6 +144,10 @@ class Runtime:
         service.open(self)
         self._services[name] = service, self._scope.start(service.serve(), name)
         return service
+
+    def claim(self, kind: str) -> TokenBucket | None:
+        """Return what a lane of that kind must ask for cores; None: its work takes none."""
+        return self._claims.get(kind)
 
     async def stop(self, service: Service) -> None:
         """End one service before the others."""
@@ -150,6 +183,7 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         self._state = "closed"
+        self.tuning.close()
         return await self._exit.__aexit__(kind, error, traceback)
 
     def _tune_interpreter(self) -> None:

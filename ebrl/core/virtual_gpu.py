@@ -3,7 +3,8 @@
 A kind that runs alone has all units. Kinds that run together are either time-sliced (no partition: each makes
 progress for its part of the time, as ordinary streams do when kernels fill the device), or partitioned: each has its
 units and is as fast as its speed-up law says, which saturates, so that two halves are worth more than one whole. Units
-of a kind that does not run are lent. Memory bandwidth is divided among all.
+of a kind that does not run are lent. A kind without units of its own takes turns with all others. Memory bandwidth is
+divided among all.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+DONE_S = 1e-9  # what is left of a job that has ended: a clock cannot tell less apart after some hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,17 @@ class _Job:
 
 
 class VirtualGpu:
-    """Jobs that share the units; speeds are divided anew whenever one begins or ends."""
+    """Jobs that share the units; speeds are divided anew whenever one begins or ends.
+
+    Attributes:
+        model: What it is.
+        lends: Whether a partition lends what nobody uses; False: each kind has its units and no more, as with whole
+            devices.
+    """
 
     def __init__(self, model: GpuModel) -> None:
         self.model = model
+        self.lends = True
         self._partition: Mapping[str, int] | None = None
         self._jobs: list[_Job] = []
         self._since_s = 0.0
@@ -97,18 +107,20 @@ class VirtualGpu:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._look)
 
     def _speeds(self, counts: Mapping[str, int]) -> dict[str, float]:
-        # Of a kind: its jobs share it.
-        if self._partition is None or len(counts) == 1:
-            return dict.fromkeys(counts, 1.0 / len(counts)) if counts else {}
-        units = self.model.units
-        weights = {kind: self._partition.get(kind, units / len(counts)) for kind in counts}
-        total = sum(weights.values())
-        return {kind: self.model.speed[kind](units * weight / total) for kind, weight in weights.items()}
+        # Of a kind: its jobs share it. What has no part in a partition cannot be confined to units: it takes turns.
+        partition = self._partition or {}
+        inside = {kind: partition[kind] for kind in counts if kind in partition}
+        turns = len(counts) - len(inside) + bool(inside)
+        total = sum(inside.values()) if self.lends else self.model.units
+        speeds = dict.fromkeys(counts, 1.0 / max(1, turns))
+        for kind, units in inside.items():
+            speeds[kind] *= self.model.speed[kind](self.model.units * units / total)
+        return speeds
 
     def _look(self) -> None:
         self._advance()
-        ended = [job for job in self._jobs if job.left_s <= 1e-12]
-        self._jobs = [job for job in self._jobs if job.left_s > 1e-12]
+        ended = [job for job in self._jobs if job.left_s <= DONE_S]
+        self._jobs = [job for job in self._jobs if job.left_s > DONE_S]
         self._divide()
         for job in ended:
             job.done()

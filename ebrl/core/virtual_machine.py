@@ -16,9 +16,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ebrl.core.errors import Closed
+from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.lanes import Call, Mailbox, Result, deliver, execute
-from ebrl.core.pools import Lease, Pool
+from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane
 from ebrl.core.rng import Domain, stream
 from ebrl.core.virtual_gpu import GpuModel, VirtualGpu
@@ -52,6 +52,27 @@ def _execute(call: Call) -> tuple[Result, float]:
         _call.spent_s = None
 
 
+class _Servers:
+    """Servers of one kind of lane, first come first served."""
+
+    def __init__(self, num: int) -> None:
+        self._free = num
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def take(self, begin: Callable[[], None]) -> None:
+        if self._free:
+            self._free -= 1
+            begin()
+        else:
+            self._queue.append(begin)
+
+    def give_back(self) -> None:
+        if self._queue:
+            self._queue.popleft()()
+        else:
+            self._free += 1
+
+
 class VirtualLane:
     """A lane of a `VirtualMachine`; see `ebrl.core.protocols.Lane`."""
 
@@ -59,8 +80,9 @@ class VirtualLane:
         self,
         loop: asyncio.AbstractEventLoop,
         name: str,
-        pool: Pool | None,
-        servers: Pool,
+        pool: Lender | None,
+        units: int,
+        servers: _Servers,
         law: Callable[[int], float],
         run_for: Callable[[float, Callable[[], None]], None],
     ) -> None:
@@ -73,7 +95,7 @@ class VirtualLane:
         self._running: Call | None = None
         self._closed = False
         self._busy_s = 0.0
-        self._mailbox = Mailbox(loop, pool, self._take, name)
+        self._mailbox = Mailbox(loop, pool, self._take, name, units)
 
     @property
     def name(self) -> str:
@@ -111,20 +133,20 @@ class VirtualLane:
     def _next(self) -> None:
         if self._queue:
             self._running = self._queue.popleft()
-            self._servers.request(1, self._begin, self._name)
+            self._servers.take(self._begin)
 
-    def _begin(self, lease: Lease) -> None:
+    def _begin(self) -> None:
         call = self._running
         assert call is not None
         future, _, _, n = call
         law_s = 0.0 if future.cancelled() else self._law(n)
         result, spent_s = _execute(call)
         began_s = self._loop.time()
-        self._run_for(law_s + spent_s, lambda: self._finish(result, lease, began_s))
+        self._run_for(law_s + spent_s, lambda: self._finish(result, began_s))
 
-    def _finish(self, result: Result, lease: Lease, began_s: float) -> None:
+    def _finish(self, result: Result, began_s: float) -> None:
         self._busy_s += self._loop.time() - began_s
-        lease.release()
+        self._servers.give_back()
         self._running = None
         self._mailbox.settle()
         deliver(result)
@@ -142,6 +164,7 @@ class VirtualMachine:
     """
 
     real = False
+    on_cores = frozenset({"sim"})
 
     def __init__(
         self,
@@ -150,6 +173,7 @@ class VirtualMachine:
         num_cores: int = 16,
         servers: Mapping[str, int] | None = None,
         gpu: GpuModel | None = None,
+        memory_mib: int = 2**40,
         seed: int = 0,
     ) -> None:
         """Describe the machine.
@@ -159,20 +183,37 @@ class VirtualMachine:
             num_cores: What simulators share.
             servers: Calls of one kind that run at once; default: one, and `num_cores` for ``"sim"``.
             gpu: What some kinds share; their laws then hold for all of it alone.
+            memory_mib: What simulators share that say how much they take.
             seed: Of the latencies; every lane draws from a stream of its own.
         """
         self.num_cores = num_cores
+        self.memory_mib = memory_mib
         self.gpu = VirtualGpu(gpu) if gpu is not None else None
         self._laws = dict(laws)
         self._units = {"sim": num_cores, **(servers or {})}
-        self._servers: dict[str, Pool] = {}
+        self._servers: dict[str, _Servers] = {}
         self._seed = seed
         self._lanes: list[VirtualLane] = []
 
-    def lane(self, kind: str, name: str, pool: Pool | None = None) -> VirtualLane:
+    @property
+    def sm_units(self) -> int:
+        """Of the GPU; 0 without one."""
+        return self.gpu.model.units if self.gpu is not None else 0
+
+    def divide(self, units: Mapping[str, int] | None) -> None:
+        """Divide the GPU; see `ebrl.core.protocols.Machine.divide`.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self.gpu is None:
+            raise ConfigError("this machine has no GPU whose units could be divided")
+        self.gpu.partition = units
+
+    def lane(self, kind: str, name: str, pool: Lender | None = None, units: int = 1) -> VirtualLane:
         """Make a lane; see `ebrl.core.protocols.Machine.lane`."""
         if kind not in self._servers:
-            self._servers[kind] = Pool(f"virtual {kind}", self._units.get(kind, 1))
+            self._servers[kind] = _Servers(self._units.get(kind, 1))
         law, rng = self._laws.get(kind), stream(self._seed, Domain.LATENCY, len(self._lanes))
 
         def seconds(n: int) -> float:
@@ -186,7 +227,7 @@ class VirtualMachine:
             else:
                 loop.call_later(duration_s, done)
 
-        lane = VirtualLane(loop, name, pool, self._servers[kind], seconds, run_for)
+        lane = VirtualLane(loop, name, pool, units, self._servers[kind], seconds, run_for)
         self._lanes.append(lane)
         return lane
 

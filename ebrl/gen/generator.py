@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 
 from ebrl.core.errors import Closed, ConfigError, PolicyError
+from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Lane, Policy, Request
+from ebrl.core.readings import Batching, GenReading, Knob, Move
 from ebrl.core.records import ActionOut
 from ebrl.core.runtime import Runtime
 from ebrl.core.trace import Trace
@@ -37,7 +40,7 @@ class Generator:
         policy: Policy,
         *,
         batcher: Batcher | None = None,
-        lanes: int = 1,
+        lanes: int | None = None,
         threads: int = 1,
         deterministic: bool = False,
         name: str = "gen",
@@ -46,8 +49,8 @@ class Generator:
 
         Args:
             policy: A ``torch.nn.Module`` with the methods of `Policy`; copied when the service starts.
-            batcher: When to launch; default: as soon as a lane is free.
-            lanes: Batches that run at once.
+            batcher: When to launch; default: at first as soon as a lane is free, then as the tuner finds best.
+            lanes: Batches that run at once; default: one.
             threads: Of torch, within a lane.
             deterministic: Take the mode of the policy, as in an evaluation.
             name: Of the service.
@@ -56,12 +59,15 @@ class Generator:
             ConfigError: `lanes` or `threads` is below 1.
         """
         for label, value in (("lanes", lanes), ("threads", threads)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"Generator.{label} must be at least 1, got {value}")
         self.name = name
         self._policy = policy
         self._batcher = batcher or Batcher()
-        self._num_lanes = lanes
+        self._pinned: frozenset[Knob] = frozenset({"batching"}) if batcher is not None else frozenset()
+        self._num_lanes = lanes or 1
+        self._profile = StageProfile("gen", name)
+        self._turnaround = StageProfile("turnaround", name)
         self._threads = threads
         self._deterministic = deterministic
         self._pad_to: int | None = None
@@ -71,23 +77,30 @@ class Generator:
         self._weights: WeightStore[Any] | None = None
         self._trace: Trace | None = None
         self._runtime: Runtime | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._clock = time.monotonic
 
     def open(self, runtime: Runtime) -> None:
         """Take lanes and copy the policy; called by `Runtime.start`."""
         self._runtime = runtime
         self._trace = runtime.trace
-        self._loop = asyncio.get_running_loop()
+        self._clock = runtime.clock
         if runtime.deterministic:
             self._pad_to = PAD_TO
             self._batcher = replace(self._batcher, threshold=min(self._batcher.threshold, PAD_TO), max_size=PAD_TO)
         self._weights = WeightStore(copy.deepcopy(self._policy), copy.deepcopy(self._policy), copy_weights)
-        self._lanes = [runtime.machine.lane("gen", f"{self.name}-{i}") for i in range(self._num_lanes)]
-        self._queue = BatchQueue(self._batcher, self._num_lanes, self._launch)
+        claim = runtime.claim("gen")
+        self._lanes = [
+            runtime.machine.lane("gen", f"{self.name}-{i}", claim, self._threads) for i in range(self._num_lanes)
+        ]
+        self._queue = BatchQueue(self._batcher, self._num_lanes, self._launch, runtime.clock)
         self.request = self._queue.put
         if runtime.machine.real:
             for lane in self._lanes:
                 lane.run(torch.set_num_threads, self._threads, n=0)
+        self._profile, self._turnaround = StageProfile("gen", self.name), StageProfile("turnaround", self.name)
+        runtime.profiles.add(self._profile, self._turnaround)
+        self._read(self._queue)
+        runtime.tuning.add_generator(self)
 
     async def serve(self) -> None:
         """Nothing to do of its own accord: requests and finished batches drive it."""
@@ -120,8 +133,31 @@ class Generator:
         """
         return await self.weights.publish(policy, self._lanes[0])
 
+    def reading(self) -> GenReading:
+        """What the tuner needs to know; see `ebrl.core.tuning.TunedGenerator`."""
+        fit = self._profile.fits.get(1.0)
+        queue = self._queue
+        return GenReading(
+            name=self.name,
+            batching=Batching(self._batcher.threshold, self._batcher.max_size, self._batcher.max_wait_s),
+            num_lanes=self._num_lanes,
+            fixed_s=fit.a_s if fit is not None else 0.0,
+            per_request_s=fit.b_s if fit is not None else 0.0,
+            size_spread=fit.size_spread if fit is not None else 0.0,
+            latencies_s=self._turnaround.latency.samples(),
+            num_requests=queue.num_requests if queue is not None else 0,
+            num_batches=queue.num_batches if queue is not None else 0,
+            busy_s=sum(lane.busy_s for lane in self._lanes),
+            pinned=self._pinned,
+        )
+
+    def turn(self, move: Move) -> None:
+        """Turn a knob; see `ebrl.core.tuning.TunedGenerator`."""
+        assert self._queue is not None
+        self._batcher = self._queue.batcher = Batcher(*move.new)
+
     def statistics(self) -> Mapping[str, float]:
-        """Batches, requests, mean size, queue and lane time."""
+        """Batches, requests and their rate, mean size, the rule in use, queue, lane time, and which part is used."""
         if self._queue is None:
             return {}
         batches, requests = self._queue.num_batches, self._queue.num_requests
@@ -129,28 +165,40 @@ class Generator:
             "batches": batches,
             "requests": requests,
             "batch_mean": requests / batches if batches else 0.0,
+            "threshold": self._batcher.threshold,
+            "max_size": self._batcher.max_size,
+            "max_wait_s": self._batcher.max_wait_s,
             "waiting": len(self._queue),
             "busy_s": sum(lane.busy_s for lane in self._lanes),
             "version": self.weights.version,
+            **self._read(self._queue),
         }
 
     async def aclose(self, deadline_s: float) -> None:
         """Refuse what waits and end the lanes behind the batches that run."""
         if self._queue is not None:
+            self._read(self._queue)
             for request in self._queue.close():
                 request.fail(Closed(f"{self.name} has ended"))
             self._queue = None
             self.request = self._refuse
         if self._runtime is not None:
+            self._runtime.tuning.forget(self)
             await self._runtime.machine.aclose(self._lanes, deadline_s=deadline_s)
 
-    def _launch(self, requests: list[Request], number: int) -> None:
+    def _read(self, queue: BatchQueue[Request]) -> dict[str, float]:
+        now_s, busy_s = self._clock(), sum(lane.busy_s for lane in self._lanes)
+        return self._profile.read(now_s, queue.num_requests, busy_s, self._num_lanes)
+
+    def _launch(self, requests: list[Request], came_s: list[float], number: int) -> None:
+        self._turnaround.latency.extend(
+            [s - request.answered_s for request, s in zip(requests, came_s, strict=True) if request.answered_s]
+        )
         lease = self.weights.lease()
         future = self._lanes[number].run(
             infer, lease.weights, requests, lease.version, self._deterministic, self._pad_to, n=len(requests)
         )
-        assert self._loop is not None
-        began_s = self._loop.time()
+        began_s = self._clock()
         future.add_done_callback(lambda done: self._landed(done, requests, number, lease, began_s))
 
     def _landed(
@@ -166,17 +214,21 @@ class Generator:
             self._queue.release(number)
         if future.cancelled():
             return
+        assert self._runtime is not None
+        now_s = self._clock()
         error = future.exception()
         if error is not None:
             for request in requests:
                 request.fail(failure(self.name, error))  # each its own: notes and tracebacks are added to it
             return
+        self._profile.observe(len(requests), now_s - began_s)
         for request, answer in zip(requests, future.result(), strict=True):
+            request.answered_s = now_s
             if type(answer) is ActionOut:
                 request.deliver(answer)
             else:
                 assert isinstance(answer, PolicyError)
                 request.fail(answer)
-        if self._trace is not None and self._loop is not None:
-            now_s = self._loop.time()
+        if self._trace is not None:
             self._trace.span(self._lanes[number].name, "batch", began_s, now_s, n=len(requests), version=lease.version)
+        self._runtime.tuning.look(now_s)

@@ -26,13 +26,21 @@ class BatchQueue(Generic[R]):
     All requests of one turn of the loop are seen together. Cancelled requests are dropped before the launch.
     """
 
-    def __init__(self, batcher: Batcher, num_lanes: int, launch: Callable[[list[R], int], None]) -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        num_lanes: int,
+        launch: Callable[[list[R], list[float], int], None],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         """Make a queue.
 
         Args:
             batcher: The rule; may be replaced while running.
             num_lanes: Batches that may run at once.
-            launch: Takes a batch and the number of its lane, and calls `release` when the lane is free again.
+            launch: Takes a batch, the times at which its requests came, and the number of its lane; calls `release`
+                when the lane is free again.
+            clock: Tells the time; default: the loop's.
         """
         self.batcher = batcher
         self.num_batches = 0
@@ -42,7 +50,7 @@ class BatchQueue(Generic[R]):
         self._waiting: deque[R] = deque()
         self._since: deque[float] = deque()
         self._loop = asyncio.get_running_loop()
-        self._clock = self._loop.time
+        self._clock = clock or self._loop.time
         self._armed = False
         self._withdrawn = False
         self._timer: asyncio.TimerHandle | None = None
@@ -89,17 +97,16 @@ class BatchQueue(Generic[R]):
         if self._withdrawn:
             self._drop_cancelled()
         while self._free and waiting:
-            num, again_s = self.batcher.decide(len(waiting), self._loop.time() - since[0])
+            num, again_s = self.batcher.decide(len(waiting), self._clock() - since[0])
             if not num:
                 if again_s is not None:
                     self._timer = self._loop.call_later(again_s, self._look)
                 return
             batch = [waiting.popleft() for _ in range(num)]
-            for _ in range(num):
-                since.popleft()
+            came_s = [since.popleft() for _ in range(num)]
             self.num_batches += 1
             self.num_requests += num
-            self._launch(batch, self._free.pop())
+            self._launch(batch, came_s, self._free.pop())
 
     def _drop_cancelled(self) -> None:
         self._withdrawn = False

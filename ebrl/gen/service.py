@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from ebrl.core.errors import Closed, PolicyError
+from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Lane
 from ebrl.core.runtime import Runtime
 from ebrl.gen.batcher import Batcher
@@ -54,12 +55,16 @@ class BatchService(Generic[In, Out]):
         self._lane: Lane | None = None
         self._queue: BatchQueue[_Item[In, Out]] | None = None
         self._runtime: Runtime | None = None
+        self._profile = StageProfile("gen", name)
 
     def open(self, runtime: Runtime) -> None:
         """Take a lane; called by `Runtime.start`."""
         self._runtime = runtime
-        self._lane = runtime.machine.lane("gen", f"{self.name}-0")
-        self._queue = BatchQueue(self._batcher, 1, self._launch)
+        self._lane = runtime.machine.lane("gen", f"{self.name}-0", runtime.claim("gen"))
+        self._queue = BatchQueue(self._batcher, 1, self._launch, runtime.clock)
+        self._profile = StageProfile("gen", self.name)
+        runtime.profiles.add(self._profile)
+        self._profile.read(runtime.clock(), 0, 0.0)
 
     async def serve(self) -> None:
         """Nothing to do of its own accord."""
@@ -84,13 +89,14 @@ class BatchService(Generic[In, Out]):
             raise
 
     def statistics(self) -> Mapping[str, float]:
-        """Batches, requests and lane time."""
-        if self._queue is None or self._lane is None:
+        """Batches, requests and their rate, lane time, and which part of it is used."""
+        if self._queue is None or self._lane is None or self._runtime is None:
             return {}
         return {
             "batches": self._queue.num_batches,
             "requests": self._queue.num_requests,
             "busy_s": self._lane.busy_s,
+            **self._profile.read(self._runtime.clock(), self._queue.num_requests, self._lane.busy_s),
         }
 
     async def aclose(self, deadline_s: float) -> None:
@@ -103,17 +109,23 @@ class BatchService(Generic[In, Out]):
         if self._runtime is not None and self._lane is not None:
             await self._runtime.machine.aclose([self._lane], deadline_s=deadline_s)
 
-    def _launch(self, items: list[_Item[In, Out]], number: int) -> None:
+    def _launch(self, items: list[_Item[In, Out]], came_s: list[float], number: int) -> None:
         assert self._lane is not None
+        assert self._runtime is not None
         future = self._lane.run(self._answer, [item.value for item in items], n=len(items))
-        future.add_done_callback(lambda done: self._landed(done, items, number))
+        began_s = self._runtime.clock()
+        future.add_done_callback(lambda done: self._landed(done, items, number, began_s))
 
-    def _landed(self, future: asyncio.Future[list[Out]], items: list[_Item[In, Out]], number: int) -> None:
+    def _landed(
+        self, future: asyncio.Future[list[Out]], items: list[_Item[In, Out]], number: int, began_s: float
+    ) -> None:
         if self._queue is not None:
             self._queue.release(number)
         if future.cancelled():
             return
         error = future.exception()
+        if error is None and self._runtime is not None:
+            self._profile.observe(len(items), self._runtime.clock() - began_s)
         for i, item in enumerate(items):
             if item.future.done():
                 continue

@@ -57,7 +57,7 @@ def _play(sim: Simulator, spec: EnvSpec, seed: int) -> list[Any]:
     _check_info(spec, info)
     trace: list[Any] = [obs]
     num_steps = 0
-    for action in _actions(spec, seed):
+    for action in random_actions(spec, seed):
         result = sim.step(action)
         trace += [(result.rewards, result.terminated, result.truncated, _numbers(spec, result)), result.obs]
         num_steps += result.num_steps
@@ -68,7 +68,8 @@ def _play(sim: Simulator, spec: EnvSpec, seed: int) -> list[Any]:
     raise SimulatorError(f"{spec.id}: no end after {num_steps} steps: give env_spec(..., horizon=...)")
 
 
-def _actions(spec: EnvSpec, seed: int) -> Iterator[Array]:
+def random_actions(spec: EnvSpec, seed: int) -> Iterator[Array]:
+    """Yield legal actions ``[1, *shape]`` for ever, uniform where the space has bounds."""
     rng = stream(seed, Domain.PROGRAM)
     form = spec.action
     while True:

@@ -106,15 +106,18 @@ class Worker:
     def _serve(self) -> None:
         clock = time.perf_counter
         while self._in or self._receive():
-            began = sent = clock()
+            began = sent = last = clock()
             while len(self._in) >= 2:
                 row = self._in[0] | self._in[1] << 8
                 del self._in[:2]
                 self._answer(row)
                 now = clock()
+                self._rows.call_s[row] = now - last
+                last = now
                 if now - sent > FLUSH_S:
                     self._flush()
                     sent = now
+                    last = clock()
             self._rows.busy_s[0] += clock() - began
             self._flush()
             if self._in and not self._receive():  # half a number

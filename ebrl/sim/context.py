@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SAMPLED = 15
+"""One call in 16 is looked at. Of an episode that is usually an odd number: an even one of steps, and a reset."""
+
 
 class EnvContext:
     """One environment, as its program sees it. Made by `EnvGroup`.
@@ -100,7 +103,7 @@ class EnvContext:
             self.finish_episode()
             meter = self.meter
             if meter.assigned is None or not self._group.plan.wants(meter.assigned[0]):
-                meter.assigned = await self._group.plan.next(self.index, self.episode + 1)
+                meter.assigned = await _next_episode(self)
             future: asyncio.Future[tuple[Observation, dict[str, Any]]] = self._loop.create_future()
             self.slot.reset(future, meter.assigned[1])
             obs, info = await future
@@ -136,15 +139,20 @@ class EnvContext:
         started = answered = False
         try:
             if self.recorder.must_wait(obs):
-                await self._admission.start(self.index)
+                await _wait_for_credit(self)
             started = True
             future: asyncio.Future[ActionOut] = self._loop.create_future()
-            self._actor.request(ActRequest(self, self._noise, obs, future))
+            request = ActRequest(self, self._noise, obs, future, self._request.answered_s)
+            if not self.num_calls & SAMPLED:
+                _note_turnaround(self, request)
+            self._actor.request(request)
             out = await future
+            self._request.answered_s = request.answered_s
             answered = True
         finally:
             self._busy = None
             if started and not answered:
+                self._request.answered_s = 0.0
                 self._actor.withdraw()
                 self.recorder.drop_current("cancelled")
         self.recorder.begin(self.episode, obs, out)
@@ -168,10 +176,12 @@ class EnvContext:
         started = stepped = False
         try:
             if self.recorder.must_wait(obs):
-                await self._admission.start(self.index)
+                await _wait_for_credit(self)
             started = True
             future: asyncio.Future[StepResult] = self._loop.create_future()
             request = self._request
+            if not self.num_calls & SAMPLED:
+                _note_turnaround(self, request)
             request.obs = obs
             request.future = future
             self._actor.request(request)
@@ -182,7 +192,7 @@ class EnvContext:
             if started and not stepped:
                 self._actor.withdraw()
                 self._request = ActStepRequest(self, self._noise)  # the actor may still hold the other one
-                self._lose(True)
+                _lose(self, True)
         self.recorder.begin(self.episode, obs, request.out)
         if self._trace is not None:
             _span(self, "act_step")
@@ -271,17 +281,35 @@ class EnvContext:
         finally:
             self._busy = None
             if not stepped:
-                self._lose(self.recorder.current is not None)
+                _lose(self, self.recorder.current is not None)
         if self._trace is not None:
             _span(self, name)
         return _took(self, result)
 
-    def _lose(self, started: bool) -> None:
-        """A step failed, or its program was cancelled while it ran: nobody knows where the simulator is now."""
-        if started:
-            self.recorder.drop_current("lost")
-        self.recorder.cut("lost")
-        _end_episode(self, "a step failed or was cancelled while it ran, so the state of the simulator is unknown")
+
+async def _next_episode(env: EnvContext) -> tuple[int, int]:
+    plan = env._group.plan
+    if plan.must_wait:
+        env._request.answered_s = 0.0
+    return await plan.next(env.index, env.episode + 1)
+
+
+async def _wait_for_credit(env: EnvContext) -> None:
+    env._request.answered_s = 0.0  # the time since then says nothing about the simulator
+    await env._admission.start(env.index)
+
+
+def _note_turnaround(env: EnvContext, request: ActRequest) -> None:
+    if request.answered_s:
+        env._group.profile.turnaround.latency.add(env._group.clock() - request.answered_s)
+
+
+def _lose(env: EnvContext, started: bool) -> None:
+    """A step failed, or its program was cancelled while it ran: nobody knows where the simulator is now."""
+    if started:
+        env.recorder.drop_current("lost")
+    env.recorder.cut("lost")
+    _end_episode(env, "a step failed or was cancelled while it ran, so the state of the simulator is unknown")
 
 
 def _took(env: EnvContext, result: StepResult) -> StepResult:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from ebrl.core.admission import Admission
 from ebrl.core.errors import Closed, ConfigError, ProgramError
+from ebrl.core.leases import Lease
+from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
+from ebrl.core.readings import SimReading
 from ebrl.core.records import EnvSpec, Episode, Host, Observation, Segment
 from ebrl.core.runtime import Runtime
 from ebrl.core.scope import Scope
@@ -30,6 +34,9 @@ class EnvGroup:
     Simulators are built when the group starts; their first episode begins when a consumer opens the group: a
     `Trainer`, or `run_episodes`. Each environment consumes credit for a decision, its own action and its own
     simulator call; nothing in here ever waits for all of them.
+
+    Attributes:
+        profile: What is known of steps, resets and turn-arounds; as of the last call of `statistics`.
     """
 
     def __init__(
@@ -73,13 +80,16 @@ class EnvGroup:
         self.observe = observe
         self.seed = 0
         self.trace: Trace | None = None
+        self.clock = time.monotonic
         self.admission = Admission(count)
+        self.profile = SimulationProfile(name)
         self._program = program
         self._host = host or spec.host
         self._lanes = lanes
         self._runtime: Runtime | None = None
         self._hosts: list[SimHost] = []
         self._scope: Scope | None = None
+        self._memory: Lease | None = None
         self._recorders = [Recorder(i, spec.task, segment_length or sys.maxsize, self._emit) for i in range(count)]
         self._contexts: list[EnvContext] = []
         self._segments: list[Segment] = []
@@ -91,20 +101,38 @@ class EnvGroup:
         self._runtime = runtime
         self.seed = runtime.seed
         self.trace = runtime.trace
+        self.clock = runtime.clock
         self._hosts = make_hosts(
             self.spec,
             self.count,
             host=self._host,
             lanes=self._lanes,
             machine=runtime.machine,
-            pool=runtime.resources.pool("cores"),
+            pool=runtime.claim("sim"),
             name=self.name,
+        )
+        self.profile = SimulationProfile(self.name)
+        runtime.profiles.add(*self.profile.stages)
+        self._read()
+        runtime.tuning.add_group(self)
+
+    def reading(self) -> SimReading:
+        """What the tuner needs to know; see `ebrl.core.tuning.TunedGroup`."""
+        assert self._runtime is not None
+        return SimReading(
+            name=self.name,
+            gen="",
+            num_envs=len(self._contexts) - self.plan.num_waiting,
+            num_steps=self.env_steps,
+            busy_s=sum(host.busy_s for host in self._hosts),
+            num_cores=self._runtime.resources.pool("cores").units,
         )
 
     async def serve(self) -> None:
         """Build the simulators, then run all programs until cancelled."""
         async with Scope() as scope:
             self._scope = scope
+            await self._take_memory()
             building = [scope.start(host.open(), f"{self.name}-build-{i}") for i, host in enumerate(self._hosts)]
             for task in building:
                 await task
@@ -115,12 +143,26 @@ class EnvGroup:
                 scope.start(self._live(context), f"{self.name}-{index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
 
+    async def _take_memory(self) -> None:
+        """Take what the simulators will need, for good; waits for groups that are there already."""
+        if not self.spec.memory_mib:
+            return
+        assert self._runtime is not None
+        pool, wanted = self._runtime.resources.pool("memory"), self.count * self.spec.memory_mib
+        if wanted > pool.units:
+            raise ConfigError(
+                f"{self.name}: {self.count} simulators of {self.spec.memory_mib} MiB do not fit into {pool.units} MiB: "
+                "use a smaller count"
+            )
+        self._memory = await pool.acquire(wanted, self.name)
+
     def statistics(self) -> Mapping[str, float]:
-        """Env steps, waiting environments, lane time, and the ledger."""
+        """Env steps and their rate, lane time, which part of the cores is used, who waits, and the ledger."""
         ledger = self.admission.ledger()
         return {
             "env_steps": self.env_steps,
             "busy_s": sum(host.busy_s for host in self._hosts),
+            **self._read(),
             "waiting_for_credit": ledger.num_waiting,
             "started": ledger.started,
             "trained": ledger.trained,
@@ -133,7 +175,13 @@ class EnvGroup:
     async def aclose(self, deadline_s: float) -> None:
         """Close the simulators, each behind its running call."""
         self.admission.close()
+        if self._runtime is not None:
+            self._runtime.tuning.forget(self)
+            self._read()
         await asyncio.gather(*(host.aclose(deadline_s) for host in self._hosts))
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
         if self._scope is not None:
             self._scope.cancel()  # again: a program that still awaits something in a `finally` has had its time
 
@@ -203,6 +251,17 @@ class EnvGroup:
         """An episode has ended."""
         if not self.plan.finished(episode):
             self._episodes.append(episode)
+
+    def _read(self) -> dict[str, float]:
+        """Bring the profile up to date with counters and with what hosts have noted."""
+        assert self._runtime is not None
+        now_s, profile = self.clock(), self.profile
+        for host in self._hosts:
+            host.times.move(profile)
+        busy_s = sum(host.busy_s for host in self._hosts)
+        cores = min(self._runtime.resources.pool("cores").units, self.count)
+        profile.reset.read(now_s, sum(context.episode + 1 for context in self._contexts), 0.0)
+        return profile.step.read(now_s, self.env_steps, busy_s, cores)
 
     def _emit(self, segment: Segment) -> None:
         self._segments.append(segment)

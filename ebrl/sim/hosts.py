@@ -15,13 +15,14 @@ from typing import Any, Protocol
 
 from ebrl.core.errors import Closed, ConfigError, InvalidData, SimulatorError
 from ebrl.core.lanes import Mailbox
-from ebrl.core.pools import Pool
+from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane, Machine
 from ebrl.core.records import Array, EnvSpec, Observation, StepResult
 from ebrl.sim.child import unpack
-from ebrl.sim.link import KILL_S, Link, make_order, unpicklable
-from ebrl.sim.shm import CALL, CONTROL, FRAME, HEADER, RESET, STEP, Rows, anonymous_file, frame
+from ebrl.sim.link import KILL_S, Link, complete, make_order, unpicklable
+from ebrl.sim.shm import CALL, CONTROL, FRAME, HEADER, RESET, STEP, Rows, anonymous_file, frame, frame_end
 from ebrl.sim.simulator import ActionReader, Simulator
+from ebrl.sim.times import SAMPLE_EVERY, CallTimes
 
 
 class Slot(Protocol):
@@ -52,6 +53,10 @@ class SimHost(Protocol):
         """One `Slot` per simulator."""
 
     @property
+    def times(self) -> CallTimes:
+        """Of some of its calls."""
+
+    @property
     def busy_s(self) -> float:
         """Seconds spent in simulators so far."""
 
@@ -72,21 +77,26 @@ class SimHost(Protocol):
 class ThreadSlot:
     """A simulator pinned to a lane."""
 
-    __slots__ = ("_built", "_lane", "_step", "lane_name", "simulator")
+    __slots__ = ("_built", "_due", "_lane", "_step", "_times", "lane_name", "simulator")
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, times: CallTimes) -> None:
         self._lane = lane
+        self._times = times
+        self._due = times.due
         self.lane_name = lane.name
         self.simulator: Simulator
         self._built = False
 
     def reset(self, future: asyncio.Future[tuple[Observation, dict[str, Any]]], seed: int) -> None:
         """See `Slot`."""
-        self._lane.submit(future, self.simulator.reset, seed)
+        self._lane.submit(future, self._times.reset, self.simulator, seed)
 
     def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
         """See `Slot`."""
-        self._lane.submit(future, self._step, actions, finite)
+        if next(self._due):
+            self._lane.submit(future, self._times.step, self.simulator, actions, finite)
+        else:
+            self._lane.submit(future, self._step, actions, finite)
 
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `Slot`."""
@@ -115,7 +125,15 @@ class ThreadHost:
     """Simulators on thread lanes, or on those of a virtual machine."""
 
     def __init__(
-        self, spec: EnvSpec, count: int, machine: Machine, pool: Pool | None, num_lanes: int, name: str = "sim"
+        self,
+        spec: EnvSpec,
+        count: int,
+        machine: Machine,
+        pool: Lender | None,
+        num_lanes: int,
+        name: str = "sim",
+        *,
+        sample_every: int = SAMPLE_EVERY,
     ) -> None:
         """Take the lanes; simulator i belongs to lane ``i % num_lanes`` for life.
 
@@ -126,11 +144,13 @@ class ThreadHost:
             pool: Admits working lanes.
             num_lanes: How many lanes.
             name: Prefix of their names.
+            sample_every: One in so many steps is timed; none on a model, where clocks say nothing.
         """
+        self.times = CallTimes(sample_every if machine.real else 0)
         self._spec = spec
         self._machine = machine
         self._lanes = [machine.lane("sim", f"{name}-{index}", pool) for index in range(min(num_lanes, count))]
-        self.slots = [ThreadSlot(self._lanes[index % len(self._lanes)]) for index in range(count)]
+        self.slots = [ThreadSlot(self._lanes[i % len(self._lanes)], self.times) for i in range(count)]
         self._closed = False
 
     @property
@@ -242,7 +262,7 @@ class ProcessHost:
     """One child process with some simulators. See the module, and `ebrl.sim.shm` for the protocol."""
 
     def __init__(
-        self, spec: EnvSpec, count: int, machine: Machine, pool: Pool | None, name: str, *, max_chunk: int = 64
+        self, spec: EnvSpec, count: int, machine: Machine, pool: Lender | None, name: str, *, max_chunk: int = 64
     ) -> None:
         """Describe the host; `open` starts the process.
 
@@ -263,6 +283,7 @@ class ProcessHost:
             raise ConfigError(f"count must be 1 to {CONTROL - 1} and max_chunk at least 1, got {count}, {max_chunk}")
         self.name = name
         self.max_chunk = max_chunk
+        self.times = CallTimes()
         actions = ActionReader(spec.action)
         self.slots = [ProcessSlot(self, index, actions) for index in range(count)]
         self._spec = spec
@@ -363,7 +384,7 @@ class ProcessHost:
     def _take(self, data: bytearray) -> int:
         # Completes what was answered, and returns the bytes that were used: the rest is the beginning of a message.
         status, slots = self._rows.status, self.slots
-        at, last, num = 0, len(data) - 1, 0
+        at, last, num, stepped = 0, len(data) - 1, 0, -1
         while at < last:
             index = data[at] | data[at + 1] << 8
             if index == CONTROL or status[index] == FRAME:
@@ -382,16 +403,22 @@ class ProcessHost:
                 at += 2
                 operation = slots[index].current
                 assert operation is not None
+                if operation.code == STEP:
+                    stepped = index
                 if not operation.future.done():
                     operation.future.set_result(self._read(operation.code, index))
             num += 1
             slots[index].next()
+        if stepped >= 0:  # of the steps that came together, one is noted: the loop has less to do
+            self.times.steps.append(self._rows.call_s[stepped] / self._rows.num_steps[stepped])
         if num:
             self._mailbox.settle(num)
         return at
 
     def _read(self, code: int, index: int) -> Any:
         rows = self._rows
+        if code == RESET:
+            self.times.resets.append(rows.call_s[index])
         row: Any = rows.obs[index]
         obs: Observation = {key: part.copy() for key, part in row.items()} if type(row) is dict else row.copy()
         info = self._read_info(index) if self._keys else {}
@@ -409,26 +436,6 @@ class ProcessHost:
         if "success" in info:
             info["success"] = info["success"] != 0
         return info
-
-
-def frame_end(data: bytearray, start: int) -> int | None:
-    """Return where the frame at `start` ends; None if it is not complete."""
-    if len(data) < start + HEADER.size:
-        return None
-    end: int = start + HEADER.size + HEADER.unpack_from(data, start)[0]
-    return end if end <= len(data) else None
-
-
-def complete(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    """Give a result to whoever still waits for it."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    elif isinstance(error, StopIteration):  # a future refuses it
-        future.set_exception(SimulatorError(f"{error!r} left a simulator"))
-    else:
-        future.set_exception(error)
 
 
 def fail(operation: Operation, error: SimulatorError | Closed) -> None:

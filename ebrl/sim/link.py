@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from ebrl.core.errors import IN_CHILD, UNGUARDED, ConfigError, HostDied, SimulatorError
 from ebrl.core.protocols import Lane
@@ -224,3 +224,15 @@ def make_order(spec: EnvSpec, count: int, max_chunk: int) -> child.Order:
 def unpicklable(what: str, error: BaseException) -> str:
     """Return the message for something that cannot be sent to a process."""
     return f'{what} cannot be sent to a process ({error}): define it at the top of a module, or pass host="thread"'
+
+
+def complete(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    """Give a result to whoever still waits for it."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    elif isinstance(error, StopIteration):  # a future refuses it
+        future.set_exception(SimulatorError(f"{error!r} left a simulator"))
+    else:
+        future.set_exception(error)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from ebrl.core.errors import ConfigError
-from ebrl.core.pools import Pool
+from ebrl.core.leases import Lender
 from ebrl.core.protocols import Machine
 from ebrl.core.records import EnvSpec, Host
 from ebrl.sim.hosts import ProcessHost, SimHost, ThreadHost
+from ebrl.sim.times import SAMPLE_EVERY
 
 MAX_THREADS = 256
 
 
 def make_hosts(
-    spec: EnvSpec, count: int, *, host: Host, lanes: int | None, machine: Machine, pool: Pool, name: str
+    spec: EnvSpec,
+    count: int,
+    *,
+    host: Host,
+    lanes: int | None,
+    machine: Machine,
+    pool: Lender | None,
+    name: str,
+    sample_every: int = SAMPLE_EVERY,
 ) -> list[SimHost]:
     """Make P hosts for `count` simulators; simulator i is number ``i // P`` of host ``i % P``.
 
@@ -25,12 +34,14 @@ def make_hosts(
         machine: Makes the lanes.
         pool: Lends a core per working lane.
         name: Of the group.
+        sample_every: One in so many steps in threads is timed.
 
     Raises:
         ConfigError: A process host on a machine that exists as numbers only.
     """
     if host == "thread":
-        return [ThreadHost(spec, count, machine, pool, min(count, lanes or MAX_THREADS), name=name)]
+        num = min(count, lanes or MAX_THREADS)
+        return [ThreadHost(spec, count, machine, pool, num, name=name, sample_every=sample_every)]
     if not machine.real:
         raise ConfigError("a virtual machine has no processes: use EnvGroup(host='thread') there")
     num = min(count, lanes or machine.num_cores)

@@ -28,6 +28,16 @@ class Plan:
         self._positions = range(0)  # of the running evaluation; those of a cancelled one never come again
         self._done: asyncio.Future[None] | None = None
 
+    @property
+    def num_waiting(self) -> int:
+        """Environments that have no episode to run."""
+        return sum(not future.done() for future in self._waiters)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether `next` waits until somebody asks for episodes."""
+        return self._train_seed is None and not self._queue
+
     def refuse_training(self, name: str) -> None:
         """Check that nobody has used the group `name` before.
 
@@ -70,7 +80,7 @@ class Plan:
 
     async def next(self, env: int, episode: int) -> tuple[int, int]:
         """Return position and seed of the next episode of `env`."""
-        while self._train_seed is None and not self._queue:
+        while self.must_wait:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(future)
             await future

@@ -13,11 +13,23 @@ if TYPE_CHECKING:
 
 
 class ActRequest:
-    """`act`: the answer goes to the program."""
+    """`act`: the answer goes to the program.
 
-    __slots__ = ("context", "future", "noise", "obs")
+    Attributes:
+        answered_s: See `ebrl.core.protocols.Request`.
+    """
 
-    def __init__(self, context: EnvContext, noise: NoiseStream, obs: Observation, future: asyncio.Future[Any]) -> None:
+    __slots__ = ("answered_s", "context", "future", "noise", "obs")
+
+    def __init__(
+        self,
+        context: EnvContext,
+        noise: NoiseStream,
+        obs: Observation,
+        future: asyncio.Future[Any],
+        answered_s: float = 0.0,
+    ) -> None:
+        self.answered_s = answered_s
         self.context = context
         self.noise = noise
         self.obs = obs
@@ -54,6 +66,7 @@ class ActStepRequest(ActRequest):
     __slots__ = ("out",)
 
     def __init__(self, context: EnvContext, noise: NoiseStream) -> None:
+        self.answered_s = 0.0
         self.context = context
         self.noise = noise
         self.out: ActionOut

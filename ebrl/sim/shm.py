@@ -38,6 +38,14 @@ def frame(payload: bytes) -> bytes:
     return HEADER.pack(len(payload)) + payload
 
 
+def frame_end(data: bytearray, start: int) -> int | None:
+    """Return where the frame at `start` ends; None if it is not complete."""
+    if len(data) < start + HEADER.size:
+        return None
+    end: int = start + HEADER.size + HEADER.unpack_from(data, start)[0]
+    return end if end <= len(data) else None
+
+
 def anonymous_file(size: int) -> int:
     """Return a descriptor of memory without a name, `size` bytes of zeros; the caller closes it."""
     try:
@@ -63,6 +71,7 @@ class Rows:
         terminated: ``[k]``
         truncated: ``[k]``
         busy_s: ``[1]`` seconds the child has worked.
+        call_s: ``[k]`` seconds of the last reset or step.
         rewards: ``[k * reward_stride]``
         infos: ``[k * num_infos]``, NaN where there is none.
         actions: k arrays ``[max_chunk, *action.shape]``.
@@ -85,7 +94,8 @@ class Rows:
         forms: list[tuple[tuple[int, ...], Any]] = [
             ((count,), np.uint8), ((count,), np.uint8), ((count,), np.int64), ((count,), np.int32),
             ((count,), np.int32), ((count,), np.uint8), ((count,), np.uint8), ((1,), np.float64),
-            ((count * self.reward_stride,), np.float64), ((count * self.num_infos,), np.float64),
+            ((count,), np.float64), ((count * self.reward_stride,), np.float64),
+            ((count * self.num_infos,), np.float64),
             ((count, max_chunk, *spec.action.shape), np.dtype(spec.action.dtype)),
             *(((count, *part.shape), np.dtype(part.dtype)) for part in parts.values()),
         ]  # fmt: skip
@@ -94,18 +104,19 @@ class Rows:
             return
         memory = mmap.mmap(fd, self.size)
         self.busy_s: Any
+        self.call_s: Any
         self.rewards: Any
         self.infos: Any
         arrays: list[Array] = [
             np.ndarray(shape, dtype, memory, offset) for (shape, dtype), offset in zip(forms, offsets, strict=True)
         ]
         (self.op, self.status, self.seed, self.num_actions, self.num_steps, self.terminated, self.truncated,
-         self.busy_s, self.rewards, self.infos) = (array.data for array in arrays[:10])  # fmt: skip
-        self.actions: list[Array] = [arrays[10][row, ...] for row in range(count)]
+         self.busy_s, self.call_s, self.rewards, self.infos) = (array.data for array in arrays[:11])  # fmt: skip
+        self.actions: list[Array] = [arrays[11][row, ...] for row in range(count)]
         self.obs: list[Observation] = (
-            [arrays[11][row, ...] for row in range(count)]
+            [arrays[12][row, ...] for row in range(count)]
             if isinstance(observed, ArraySpec)
-            else [{key: array[row, ...] for key, array in zip(parts, arrays[11:], strict=True)} for row in range(count)]
+            else [{key: array[row, ...] for key, array in zip(parts, arrays[12:], strict=True)} for row in range(count)]
         )
 
 

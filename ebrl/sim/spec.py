@@ -36,6 +36,7 @@ def env_spec(
     action_repeat: int = 1,
     task: str = "",
     host: Host | None = None,
+    memory_mib: int = 0,
     **kwargs: Any,
 ) -> EnvSpec:
     """Describe an environment; builds one, plays one step, and closes it.
@@ -52,6 +53,7 @@ def env_spec(
         action_repeat: Simulator steps for which each action is applied.
         task: What a policy is asked to do.
         host: Where it runs; None: what suits the simulator.
+        memory_mib: That one simulator takes; a group is not built where its simulators do not fit. 0: not known.
         **kwargs: For the environment.
 
     Raises:
@@ -61,6 +63,15 @@ def env_spec(
         InvalidData: The environment contradicts its own spaces.
     """
     check_options(horizon, action_repeat, host)
+    if memory_mib < 0:
+        raise ConfigError(f"memory_mib must be at least 0, got {memory_mib}")
+    spec = _describe(env, horizon, action_repeat, task, host, kwargs)
+    return replace(spec, memory_mib=memory_mib)
+
+
+def _describe(
+    env: str | Factory, horizon: int | None, action_repeat: int, task: str, host: Host | None, kwargs: dict[str, Any]
+) -> EnvSpec:
     if isinstance(env, str):
         if env.startswith(METAWORLD):
             return _metaworld(env, horizon, action_repeat, task, host, kwargs)

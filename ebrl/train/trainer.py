@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from ebrl.core.errors import Closed, ConfigError
-from ebrl.core.protocols import Experience, Lane, Learner
+from ebrl.core.profile import StageProfile
+from ebrl.core.protocols import Actor, Experience, Lane, Learner
+from ebrl.core.readings import TrainReading
 from ebrl.core.records import TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
 from ebrl.train.assemble import Assembler, Dropped
@@ -72,33 +74,63 @@ class Trainer:
         self._runtime: Runtime | None = None
         self._lane: Lane | None = None
         self._num_updates = 0
+        self._profile = StageProfile("train", name)
+        self._update_s = 0.0
+        self._updated_s = 0.0
         self._began_s = 0.0
 
     def open(self, runtime: Runtime) -> None:
         """Take a lane and open the group's credit; called by `Runtime.start`."""
         self._runtime = runtime
-        self._began_s = asyncio.get_running_loop().time()
+        self._began_s = self._updated_s = asyncio.get_running_loop().time()
         self._assembler = Assembler(
             self._learner.batch_size, self.max_lag, canonical=runtime.deterministic and self.max_lag == 0
         )
-        self._lane = runtime.machine.lane("train", f"{self.name}-0")
+        self._lane = runtime.machine.lane("train", f"{self.name}-0", runtime.claim("train"), self._threads)
         if runtime.machine.real:
             self._lane.run(torch.set_num_threads, self._threads, n=0)
         self._envs.open_training(self._learner.batch_size, self.max_lag)
+        self._profile = StageProfile("train", self.name)
+        runtime.profiles.add(self._profile)
+        self._read()
+        runtime.tuning.add_trainer(self)
+
+    @property
+    def actor(self) -> Actor:
+        """Whom it publishes to."""
+        return self._envs.actor
+
+    def reading(self) -> TrainReading:
+        """What the tuner needs to know; see `ebrl.core.tuning.TunedTrainer`."""
+        return TrainReading(
+            name=self.name,
+            gen="",
+            num_updates=self._num_updates,
+            num_decisions=self._num_updates * self._learner.batch_size,
+            update_s=self._update_s,
+            updated_s=self._updated_s,
+        )
 
     async def serve(self) -> None:
         """Nothing to do of its own accord: the updates run in the caller's ``async for``."""
         await asyncio.get_running_loop().create_future()
 
     def statistics(self) -> Mapping[str, float]:
-        """Updates and lane time."""
+        """Updates, trained decisions per second, lane time, and which part of it is used."""
         busy_s = self._lane.busy_s if self._lane is not None else 0.0
-        return {"updates": self._num_updates, "busy_s": busy_s, "buffered": len(self._assembler)}
+        return {"updates": self._num_updates, "busy_s": busy_s, "buffered": len(self._assembler), **self._read()}
+
+    def _read(self) -> dict[str, float]:
+        busy_s = self._lane.busy_s if self._lane is not None else 0.0
+        assert self._runtime is not None
+        now_s = self._runtime.clock()
+        return self._profile.read(now_s, self._num_updates * self._learner.batch_size, busy_s)
 
     async def aclose(self, deadline_s: float) -> None:
         """Wait for a running update, up to the deadline."""
         lane, self._lane = self._lane, None
         if self._runtime is not None and lane is not None:
+            self._runtime.tuning.forget(self)
             await self._runtime.machine.aclose([lane], deadline_s=deadline_s)
 
     def __aiter__(self) -> Self:
@@ -134,6 +166,8 @@ class Trainer:
         done_s = clock()
         self._envs.admission.train(shares)
         self._num_updates += 1
+        self._update_s, self._updated_s = done_s - update_s, done_s
+        self._profile.observe(self._learner.batch_size, self._update_s)
         if runtime.trace is not None:
             runtime.trace.span(lane.name, "update", update_s, done_s, version=version)
         runtime.boundary()

@@ -1,0 +1,188 @@
+"""What the tuner is told about the services of a runtime, and what it says: plain records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Knob: TypeAlias = Literal["batching", "cores", "lanes", "partition"]
+
+
+class Batching(NamedTuple):
+    """When to launch; see `ebrl.gen.batcher.Batcher`."""
+
+    threshold: int
+    max_size: int
+    max_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GenReading:
+    """A generator now.
+
+    Attributes:
+        name: Of the service.
+        batching: Its rule.
+        num_lanes: Batches that may run at once.
+        fixed_s: Seconds of a batch whatever its size.
+        per_request_s: Seconds per request in it.
+        size_spread: Standard deviation of batch sizes over their mean.
+        latencies_s: Sample of the seconds between an answer and the next request of the same environment.
+        num_requests: Since it started.
+        num_batches: Since it started.
+        busy_s: Of its lanes, since it started.
+        pinned: Knobs that the user has set.
+    """
+
+    name: str
+    batching: Batching
+    num_lanes: int
+    fixed_s: float
+    per_request_s: float
+    size_spread: float
+    latencies_s: NDArray[np.float64]
+    num_requests: int
+    num_batches: int
+    busy_s: float
+    pinned: frozenset[Knob] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SimReading:
+    """A group of environments now.
+
+    Attributes:
+        name: Of the service.
+        gen: Name of the generator that decides in it.
+        num_envs: N; 0 while nobody consumes what it does.
+        num_steps: Environment steps since it started.
+        busy_s: Core-seconds in simulators since it started.
+        num_cores: That its simulators may use at once.
+    """
+
+    name: str
+    gen: str
+    num_envs: int
+    num_steps: int
+    busy_s: float
+    num_cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReading:
+    """A trainer now.
+
+    Attributes:
+        name: Of the service.
+        gen: Name of the generator that it publishes to.
+        num_updates: Since it started.
+        num_decisions: Trained since it started.
+        update_s: Seconds of the last update.
+        updated_s: When it ended; before the first: when the trainer started.
+    """
+
+    name: str
+    gen: str
+    num_updates: int
+    num_decisions: int
+    update_s: float
+    updated_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CoreReading:
+    """A stage's claim on the cores now.
+
+    Attributes:
+        kind: Of its lanes.
+        rate: Cores that it was promised.
+        used: Core-seconds since the runtime opened.
+    """
+
+    kind: str
+    rate: float
+    used: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Everything the tuner knows.
+
+    Attributes:
+        now_s: Time.
+        gens: Generators.
+        sims: Groups.
+        trains: Trainers.
+        sm_units: Of the GPU that generation and training share; 0: they share none, or it cannot be divided.
+        gen_units: Of these, for generation while training runs too; 0: undivided, they take turns.
+        num_cores: That stages share.
+        cores: Claims on them.
+    """
+
+    now_s: float
+    gens: tuple[GenReading, ...]
+    sims: tuple[SimReading, ...]
+    trains: tuple[TrainReading, ...] = ()
+    sm_units: int = 0
+    gen_units: int = 0
+    num_cores: int = 0
+    cores: tuple[CoreReading, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Environment steps of all groups."""
+        return sum(sim.num_steps for sim in self.sims)
+
+    @property
+    def progress(self) -> tuple[float, float, int]:
+        """What has been done, when that was true, and in how many portions it comes.
+
+        Where something is trained that is decisions at the end of the last update, since rollout comes in waves there.
+        """
+        if self.trains:
+            updates = sum(train.num_updates for train in self.trains)
+            ended_s = max(train.updated_s for train in self.trains)
+            return float(sum(train.num_decisions for train in self.trains)), ended_s, updates
+        return float(self.num_steps), self.now_s, self.num_steps
+
+    def of(self, gen: GenReading) -> tuple[SimReading, ...]:
+        """Return the groups that a generator decides in, as far as they run."""
+        return tuple(sim for sim in self.sims if sim.gen == gen.name and sim.num_envs)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One knob, turned.
+
+    Attributes:
+        time_s: When.
+        service: Whose.
+        knob: Which.
+        old: Value.
+        new: Value.
+        reason: For people.
+        gain: Relative gain that was forecast; 0 where a move is taken back.
+    """
+
+    time_s: float
+    service: str
+    knob: Knob
+    old: Any
+    new: Any
+    reason: str
+    gain: float
+
+    def __str__(self) -> str:
+        return f"{self.service}.{self.knob} {text(self.old)} -> {text(self.new)}: {self.reason}"
+
+
+def text(value: Any) -> str:
+    """Return a knob's value for people."""
+    if isinstance(value, Batching):
+        return f"{value.threshold}..{value.max_size} within {1e3 * value.max_wait_s:.3g} ms"
+    if isinstance(value, dict):
+        return " ".join(f"{kind} {rate:.2f}" for kind, rate in value.items())
+    return str(value)

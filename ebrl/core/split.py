@@ -1,0 +1,36 @@
+"""How the cores are promised to the stages that contend for them: in proportion to what each needs of them.
+
+A pool lends whatever is free, so that a promise only says who is next. In a pipeline whose stages wait for each other
+every stage must get what it needs for one rate of decisions, which is what it has used of late. Generation counts
+double: it is short, and each of its batches sets many simulators free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+LEAST = 0.05  # of the cores, so that a stage which was idle is not forgotten
+WEIGHTS = {"gen": 2.0}
+BUSY = 0.8  # part of the cores in use above which stages contend
+CHANGE = 0.25  # relative change of a promise that is worth a move
+
+
+def split(used: Mapping[str, float], units: int) -> dict[str, float]:
+    """Return the promise to each stage.
+
+    Args:
+        used: Core-seconds of late, by stage.
+        units: Cores.
+    """
+    wanted = {kind: seconds * WEIGHTS.get(kind, 1.0) for kind, seconds in used.items()}
+    total = sum(wanted.values())
+    if total <= 0:
+        return {kind: units / len(used) for kind in used}
+    parts = {kind: max(LEAST, seconds / total) for kind, seconds in wanted.items()}
+    whole = sum(parts.values())
+    return {kind: units * part / whole for kind, part in parts.items()}
+
+
+def differs(old: Mapping[str, float], new: Mapping[str, float]) -> bool:
+    """Whether promises have changed enough to be made anew."""
+    return any(abs(new[kind] - old[kind]) > CHANGE * old[kind] for kind in new)

@@ -1,0 +1,197 @@
+"""`Tuning`: asks the `Tuner` when its time has come, and turns the knobs of the services that take part.
+
+It has no timer: generators call `look` when a batch has ended, so that nothing is tuned while nothing
+happens, and virtual time can still see a deadlock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ebrl.core.leases import Lease
+from ebrl.core.pools import ResourceManager
+from ebrl.core.protocols import Machine
+from ebrl.core.readings import CoreReading, GenReading, Move, Reading, SimReading, TrainReading
+from ebrl.core.tokens import TokenBucket
+from ebrl.core.trace import Trace
+from ebrl.core.tuner import Tuner
+
+logger = logging.getLogger("ebrl")
+
+
+class TunedGenerator(Protocol):
+    """A service with a batcher and lanes. Called on the loop."""
+
+    def reading(self) -> GenReading:
+        """Return what it knows now."""
+
+    def turn(self, move: Move) -> None:
+        """Use a new value."""
+
+
+class TunedGroup(Protocol):
+    """A service with environments. Called on the loop."""
+
+    @property
+    def actor(self) -> Any:
+        """Who decides in it."""
+
+    def reading(self) -> SimReading:
+        """Return what it knows now; `Tuning` fills in the name of the generator."""
+
+
+class TunedTrainer(Protocol):
+    """A service that updates. Called on the loop."""
+
+    @property
+    def actor(self) -> Any:
+        """Whom it publishes to."""
+
+    def reading(self) -> TrainReading:
+        """Return what it knows now; `Tuning` fills in the name of the generator."""
+
+
+class Tuning:
+    """The tuner of one runtime.
+
+    Attributes:
+        num_decisions: How often it was asked.
+        cpu_s: Of the loop's thread, in decisions so far.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        resources: ResourceManager,
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        claims: Mapping[str, TokenBucket] | None = None,
+        trace: Trace | None = None,
+        *,
+        enabled: bool = True,
+    ) -> None:
+        """Begin.
+
+        Args:
+            machine: Whose GPU may be divided.
+            resources: Whose ``sm`` pool says who has what of it.
+            spawn: Starts a task of the runtime, so that an error in a decision ends the run as any other does.
+            claims: On the cores, by kind of lane.
+            trace: Takes a span per move.
+            enabled: Whether knobs are turned at all.
+        """
+        self.num_decisions = 0
+        self._tuner = Tuner() if enabled else None
+        self.cpu_s = 0.0
+        self._spawn = spawn
+        self._deciding = False
+        self._machine = machine
+        self._resources = resources
+        self._division: list[Lease] = []
+        self._claims = dict(claims or {})
+        self._trace = trace
+        self._generators: list[TunedGenerator] = []
+        self._groups: list[TunedGroup] = []
+        self._trainers: list[TunedTrainer] = []
+        self._gen_units = 0
+        self._due_s: float | None = None
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What was turned and why; the latest moves, oldest first."""
+        return tuple(self._tuner.moves) if self._tuner is not None else ()
+
+    def add_generator(self, generator: TunedGenerator) -> None:
+        """Tune this one; called when it opens."""
+        self._generators.append(generator)
+
+    def add_group(self, group: TunedGroup) -> None:
+        """Take part in what is measured; called when it opens."""
+        self._groups.append(group)
+
+    def add_trainer(self, trainer: TunedTrainer) -> None:
+        """Take part in what is measured; called when it opens."""
+        self._trainers.append(trainer)
+
+    def forget(self, service: Any) -> None:
+        """A service has ended."""
+        self._generators = [generator for generator in self._generators if generator is not service]
+        self._groups = [group for group in self._groups if group is not service]
+        self._trainers = [trainer for trainer in self._trainers if trainer is not service]
+
+    def look(self, now_s: float) -> None:
+        """A batch has ended: decide if it is time. Costs nothing if it is not."""
+        if self._due_s is not None and now_s < self._due_s:
+            return
+        tuner = self._tuner
+        if tuner is None:
+            self._due_s = float("inf")
+        elif self._due_s is None:
+            self._due_s = now_s + tuner.look_s
+        elif not self._deciding:
+            self._deciding = True
+            self._spawn(self._decide(tuner, now_s), "tuner")
+
+    def close(self) -> None:
+        """Decide nothing any more; called when the runtime begins to end."""
+        self._due_s = float("inf")
+
+    async def _decide(self, tuner: Tuner, now_s: float) -> None:
+        self.num_decisions += 1
+        began_s = time.thread_time()
+        reading, services = self._read(now_s)
+        move = tuner.decide(reading)
+        self._due_s = max(self._due_s or 0.0, now_s + tuner.look_s)
+        if move is not None:
+            self._turn(move, services)
+        self._deciding = False
+        self.cpu_s += time.thread_time() - began_s
+
+    def _turn(self, move: Move, services: Mapping[str, TunedGenerator]) -> None:
+        if move.knob == "partition":
+            self._divide(move.new)
+        elif move.knob == "cores":
+            for kind, rate in move.new.items():
+                self._claims[kind].set(rate=rate)
+        else:
+            services[move.service].turn(move)
+        logger.debug("tuner: %s", move)
+        if self._trace is not None:
+            why, knob = str(move), f"{move.service}.{move.knob}"
+            self._trace.span("tuner", "move", move.time_s, move.time_s, knob=knob, why=why)
+
+    def _read(self, now_s: float) -> tuple[Reading, dict[str, TunedGenerator]]:
+        gens = [(generator, generator.reading()) for generator in self._generators]
+
+        def name_of(actor: Any) -> str:
+            return next((reading.name for generator, reading in gens if generator is actor), "")
+
+        reading = Reading(
+            now_s,
+            tuple(reading for _, reading in gens),
+            tuple(replace(group.reading(), gen=name_of(group.actor)) for group in self._groups),
+            tuple(replace(trainer.reading(), gen=name_of(trainer.actor)) for trainer in self._trainers),
+            self._machine.sm_units,
+            self._gen_units,
+            self._machine.num_cores,
+            tuple(
+                CoreReading(kind, claim.account.rate, claim.statistics().used) for kind, claim in self._claims.items()
+            ),
+        )
+        return reading, {reading.name: generator for generator, reading in gens}
+
+    def _divide(self, gen_units: int) -> None:
+        rest = self._machine.sm_units - gen_units
+        self._machine.divide({"gen": gen_units, "train": rest} if gen_units else None)
+        self._gen_units = gen_units
+        for lease in self._division:
+            lease.release()
+        self._division = []
+        if gen_units:
+            pool = self._resources.pool("sm")
+            for who, units in (("gen", gen_units), ("train", rest)):
+                pool.request(units, self._division.append, who)

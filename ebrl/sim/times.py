@@ -1,0 +1,68 @@
+"""`CallTimes`: how long calls of simulators took; noted where they run, and read on the loop now and then."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any, Final
+
+from ebrl.core.meters import Latencies
+from ebrl.core.profile import SimulationProfile
+from ebrl.core.records import Array, Observation, StepResult
+from ebrl.sim.simulator import Simulator
+
+SAMPLE_EVERY: Final = 17
+"""Of the steps in a thread host, one in so many is timed. No divisor of usual numbers of simulators or lengths of
+episodes, so that each of them and every part of an episode has its turn."""
+
+_KEPT: Final = 256
+
+
+class CallTimes:
+    """Of one host. Those who note only append, which needs no lock; one reader takes.
+
+    Attributes:
+        due: Says whether the next step is to be timed. An iterator, since nothing that counts costs less.
+        steps: Seconds per simulator step, of some calls.
+        resets: Seconds of resets.
+    """
+
+    __slots__ = ("_every", "due", "resets", "steps")
+
+    def __init__(self, sample_every: int = SAMPLE_EVERY) -> None:
+        """Make an empty one.
+
+        Args:
+            sample_every: One in so many steps is due; 0: none, and no reset is timed either.
+        """
+        self._every = sample_every
+        self.due: Iterator[bool] = itertools.cycle([False] * (sample_every - 1) + [sample_every > 0])
+        self.steps: deque[float] = deque(maxlen=_KEPT)
+        self.resets: deque[float] = deque(maxlen=_KEPT)
+
+    def step(self, simulator: Simulator, actions: Array, finite: bool) -> StepResult:
+        """Step a simulator, and note the time of one step of the chunk; called on its lane."""
+        began_s = perf_counter()
+        result = simulator.step(actions, finite)
+        self.steps.append((perf_counter() - began_s) / len(result.rewards))
+        return result
+
+    def reset(self, simulator: Simulator, seed: int) -> tuple[Observation, dict[str, Any]]:
+        """Reset a simulator, and note the time; called on its lane."""
+        began_s = perf_counter()
+        result = simulator.reset(seed)
+        if self._every:
+            self.resets.append(perf_counter() - began_s)
+        return result
+
+    def move(self, profile: SimulationProfile) -> None:
+        """Hand everything over to a profile."""
+        _move(self.steps, profile.step.latency)
+        _move(self.resets, profile.reset.latency)
+
+
+def _move(times_s: deque[float], latency: Latencies) -> None:
+    while times_s:
+        latency.add(times_s.popleft())

@@ -1,0 +1,574 @@
+"""The tuner as a pure function of what it is told: what it moves, what it takes back, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from ebrl.core.readings import (
+    Batching,
+    CoreReading,
+    GenReading,
+    Knob,
+    Move,
+    Reading,
+    SimReading,
+    TrainReading,
+    text,
+)
+from ebrl.core.sharing import shared_limit
+from ebrl.core.split import split
+from ebrl.core.throughput import Loop, Numbers, forecast
+from ebrl.core.trial import PATIENCE_S
+from ebrl.core.tuner import FEW_MOVES, FIRST_LOOK_S, LEAST_LATENCIES, LOOK_AGAIN_S, REFUSED_S, SLOWEST_LOOK_S, Tuner
+
+GREEDY = Batching(1, 256, 0.01)
+
+
+@dataclass
+class Plant:
+    """A generator and its environments as numbers, which do what the model says times `surprise`.
+
+    Attributes:
+        noise: Relative, of what is done from one look to the next.
+        fit_noise: Relative, of the costs that are read.
+        surprise: Factor of the rate with a rule.
+    """
+
+    num_envs: int = 64
+    fixed_s: float = 0.02
+    per_request_s: float = 1e-4
+    latency_s: float = 0.005
+    cv: float = 0.5
+    lanes: int = 1
+    batching: Batching = GREEDY
+    noise: float = 0.0
+    fit_noise: float = 0.0
+    seed: int = 0
+    surprise: Callable[[Batching], float] = lambda rule: 1.0
+    pinned: frozenset[Knob] = frozenset()
+    spread: float = 0.5
+    name: str = "gen"
+    now_s: float = 100.0
+    steps: float = 0.0
+    batches: float = 0.0
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self._rates: dict[tuple[Batching, float, float, float], tuple[float, float]] = {}
+
+    def latencies(self, num: int = 512) -> Numbers:
+        sigma = math.sqrt(math.log1p(self.cv**2))
+        drawn: Numbers = self.latency_s * np.exp(sigma * self.rng.standard_normal(num) - sigma**2 / 2)
+        return np.sort(drawn)
+
+    def rate(self) -> tuple[float, float]:
+        """Return decisions per second, and the size of a batch."""
+        key = self.batching, self.fixed_s, self.per_request_s, self.latency_s
+        if key not in self._rates:
+            self._rates[key] = self._rate()
+        rate, size = self._rates[key]
+        return rate * self.surprise(self.batching), size
+
+    def _rate(self) -> tuple[float, float]:
+        loop = Loop(self.num_envs, self.fixed_s, self.per_request_s, self.latencies(2048), self.lanes)
+        found = forecast(loop, np.array([min(self.batching.threshold, self.num_envs)]))
+        size = min(float(found.batches[0]), self.batching.max_size)
+        most = self.lanes * size / max(self.fixed_s + self.per_request_s * size, 1e-9)
+        return min(float(found.rates[0]), most), size
+
+    def advance(self, seconds: float) -> None:
+        rate, size = self.rate()
+        num = rate * seconds * max(0.0, 1 + self.noise * float(self.rng.standard_normal()))
+        self.now_s, self.steps, self.batches = self.now_s + seconds, self.steps + num, self.batches + num / size
+
+    def reading(self) -> Reading:
+        fixed_s, per_request_s = (
+            value * math.exp(self.fit_noise * float(self.rng.standard_normal()))
+            for value in (self.fixed_s, self.per_request_s)
+        )
+        gen = GenReading(
+            name=self.name,
+            batching=self.batching,
+            num_lanes=self.lanes,
+            fixed_s=fixed_s,
+            per_request_s=per_request_s,
+            size_spread=self.spread,
+            latencies_s=self.latencies(),
+            num_requests=int(self.steps),
+            num_batches=int(self.batches),
+            busy_s=self.now_s - 100.0,
+            pinned=self.pinned,
+        )
+        sim = SimReading("envs", self.name, self.num_envs, int(self.steps), self.steps * self.latency_s, self.num_envs)
+        return Reading(self.now_s, (gen,), (sim,))
+
+    def turn(self, move: Move) -> None:
+        assert move.service == self.name
+        assert move.old == self.batching
+        self.batching = move.new
+
+    def run(self, tuner: Tuner, seconds: float) -> list[Move]:
+        """Let the tuner look whenever it wants to."""
+        until_s, moves = self.now_s + seconds, []
+        while self.now_s < until_s:
+            self.advance(tuner.look_s)
+            move = tuner.decide(self.reading())
+            if move is not None:
+                self.turn(move)
+                moves.append(move)
+        return moves
+
+
+def warm(plant: Plant, seconds: float = 5.0) -> tuple[Tuner, Reading]:
+    """Return a tuner that has seen enough to judge, but could not move yet."""
+    tuner = Tuner()
+    first = plant.reading()
+    few = tuple(replace(gen, latencies_s=gen.latencies_s[:1]) for gen in first.gens)
+    assert tuner.decide(replace(first, gens=few)) is None
+    plant.advance(seconds)
+    return tuner, plant.reading()
+
+
+def accustomed(plant: Plant) -> Tuner:
+    """Return a tuner that has looked on for a while."""
+    tuner, pinned = Tuner(), plant.pinned
+    plant.pinned = frozenset({"batching"})
+    assert plant.run(tuner, 5) == []
+    plant.pinned = pinned
+    return tuner
+
+
+def turned(moves: Sequence[Move]) -> list[tuple[int, int]]:
+    return [(move.old.threshold, move.new.threshold) for move in moves]
+
+
+def busiest(moves: Sequence[Move]) -> int:
+    """Return the most moves in a minute."""
+    times_s = [move.time_s for move in moves]
+    return max((sum(start <= time_s < start + 60 for time_s in times_s) for start in times_s), default=0)
+
+
+def poor_above(threshold: int, factor: float = 0.5) -> Callable[[Batching], float]:
+    """Return a surprise: larger thresholds do not pay."""
+    return lambda rule: factor if rule.threshold > threshold else 1.0
+
+
+# Pure.
+
+
+def test_equal_readings_give_equal_moves_and_are_left_alone() -> None:
+    plant, first = Plant(noise=0.1, fit_noise=0.1, surprise=poor_above(20)), Tuner()
+    readings, moves = [], []
+    for number in range(300):
+        plant.pinned = frozenset({"batching"}) if number < 10 else frozenset()
+        plant.advance(first.look_s)
+        readings.append(plant.reading())
+        move = first.decide(readings[-1])
+        moves.append(move)
+        if move is not None:
+            plant.turn(move)
+    kept = copy.deepcopy(readings)
+    assert sum(move is not None for move in moves) >= 3
+    for second in (Tuner(), Tuner()):
+        assert [second.decide(reading) for reading in readings] == moves
+        assert second.moves == first.moves
+        assert second.look_s == first.look_s
+    assert repr(readings) == repr(kept)
+
+
+def test_it_looks_often_at_first_and_then_less_and_less() -> None:
+    plant, tuner, seen = Plant(pinned=frozenset({"batching"})), Tuner(), []
+    for _ in range(10):
+        seen.append(tuner.look_s)
+        tuner.decide(plant.reading())
+    assert seen == [min(SLOWEST_LOOK_S, FIRST_LOOK_S * 2**i) for i in range(10)]
+    assert (FIRST_LOOK_S, SLOWEST_LOOK_S) == (0.01, 1.0)
+
+
+# Moves.
+
+
+def test_a_threshold_that_pays_stays() -> None:
+    plant = Plant()
+    tuner = accustomed(plant)
+    moves = plant.run(tuner, 300)
+    assert len(moves) == 1
+    assert tuple(tuner.moves) == tuple(moves)
+    assert moves[0].gain > 0.2
+    assert plant.batching == moves[0].new
+    assert 0.8 * plant.num_envs < plant.batching.threshold <= plant.batching.max_size == plant.num_envs
+    assert plant.batching.max_wait_s > plant.fixed_s
+
+
+def test_where_simulation_is_the_limit_few_are_waited_for() -> None:
+    plant = Plant(fixed_s=0.002, per_request_s=2e-5, latency_s=0.02, cv=1.5, batching=Batching(64, 64, 1.0))
+    plant.run(Tuner(), 60)
+    assert plant.batching.threshold <= 4
+
+
+def test_a_rule_that_cuts_batches_short_is_widened() -> None:
+    plant = Plant(num_envs=4096, fixed_s=0.002, per_request_s=2e-5, latency_s=0.02)
+    before, _ = plant.rate()
+    plant.run(Tuner(), 10)
+    after, size = plant.rate()
+    assert plant.batching.max_size > size > GREEDY.max_size
+    assert after > 1.2 * before
+
+
+def test_a_gain_within_the_dead_band_is_not_worth_a_move() -> None:
+    plant = Plant()
+    plant.run(Tuner(), 10)
+    best = plant.batching
+    for threshold in (best.threshold - 2, best.threshold + 2):
+        near = Plant(batching=best._replace(threshold=threshold))
+        assert near.run(Tuner(), 120) == []
+    few = Plant(fixed_s=0.002, per_request_s=4e-4, latency_s=0.02)
+    assert few.run(Tuner(), 120) == [], "a small fixed cost wastes nothing"
+
+
+def test_nothing_is_moved_before_enough_latencies_are_known() -> None:
+    plant, tuner = Plant(), Tuner()
+    for num in (0, 1, LEAST_LATENCIES - 1):
+        plant.advance(1.0)
+        reading = plant.reading()
+        few = tuple(replace(gen, latencies_s=gen.latencies_s[:num]) for gen in reading.gens)
+        assert tuner.decide(replace(reading, gens=few)) is None
+    plant.advance(1.0)
+    assert tuner.decide(plant.reading()) is not None
+
+
+def test_a_pinned_rule_never_moves() -> None:
+    plant = Plant(pinned=frozenset({"batching"}), batching=Batching(7, 9, 1.0))
+    assert plant.run(Tuner(), 100) == []
+
+
+@pytest.mark.parametrize("num_envs", [0, 1])
+def test_nothing_is_tuned_for_nobody(num_envs: int) -> None:
+    plant, tuner = Plant(), Tuner()
+    for _ in range(20):
+        plant.advance(tuner.look_s)
+        reading = plant.reading()
+        sims = tuple(replace(sim, num_envs=num_envs) for sim in reading.sims)
+        assert tuner.decide(replace(reading, sims=sims)) is None
+    assert tuner.decide(Reading(plant.now_s, (), ())) is None
+
+
+def test_groups_that_wait_and_groups_of_others_do_not_count() -> None:
+    plant = Plant()
+    tuner, reading = warm(plant)
+    sims = (*reading.sims, SimReading("eval", "gen", 0, 10, 1.0, 64), SimReading("others", "gen-2", 500, 10, 1.0, 64))
+    move = tuner.decide(replace(reading, sims=sims))
+    assert move is not None
+    assert move.new.max_size == 64
+    assert "N 64," in move.reason
+
+
+def test_groups_of_one_generator_count_together() -> None:
+    plant = Plant(num_envs=64)
+    tuner, reading = warm(plant)
+    sims = (replace(reading.sims[0], num_envs=40), SimReading("eval", "gen", 24, 10, 1.0, 64))
+    move = tuner.decide(replace(reading, sims=sims))
+    assert move is not None
+    assert move.new.max_size == 64
+
+
+def test_a_rule_for_more_than_there_are_is_brought_into_range() -> None:
+    plant = Plant(num_envs=8, batching=Batching(500, 600, 60.0), surprise=lambda rule: 0.1 if rule.threshold > 8 else 1)
+    plant.run(Tuner(), 200)
+    tuner, reading = warm(Plant(num_envs=8, fixed_s=0.001, latency_s=0.1, batching=Batching(500, 600, 60.0)))
+    move = tuner.decide(reading)
+    assert move is not None
+    assert 1 <= move.new.threshold <= move.new.max_size <= 8
+
+
+def test_simulators_that_are_all_busy_are_the_limit() -> None:
+    plant = Plant()
+    tuner, reading = warm(plant)
+    busy = tuple(replace(sim, busy_s=4 * (reading.now_s - 100), num_cores=4) for sim in reading.sims)
+    move = tuner.decide(replace(reading, sims=busy))
+    assert move is None or move.new.threshold <= 8, "a threshold cannot make four cores faster"
+    move = warm(Plant())[0].decide(reading)
+    assert move is not None
+    assert move.new.threshold > 32
+
+
+# Trials.
+
+
+def test_a_move_that_lowers_the_rate_is_taken_back_and_left_alone_for_longer_and_longer() -> None:
+    plant = Plant(surprise=poor_above(20))
+    moves = plant.run(accustomed(plant), 15 * 60)
+    there, back = moves[0::2], moves[1::2]
+    assert plant.batching.threshold <= 20
+    assert all(move.new.threshold > 20 and move.gain > 0 for move in there)
+    assert all("taken back" in move.reason and move.gain == 0 for move in back)
+    assert all(second.new == first.old for first, second in zip(there, back, strict=True))
+    waits_s = [after.time_s - before.time_s for before, after in zip(back, there[1:], strict=False)]
+    assert len(waits_s) >= 3
+    for number, wait_s in enumerate(waits_s):
+        assert -1e-9 <= wait_s - REFUSED_S * 2**number <= SLOWEST_LOOK_S
+    assert busiest(moves) <= FEW_MOVES
+
+
+def test_nothing_else_moves_while_a_move_is_judged() -> None:
+    plant = Plant()
+    tuner, reading = warm(plant)
+    assert tuner.decide(reading) is not None
+    for _ in range(20):  # time stands, and the rule that is read is still the old one
+        assert tuner.decide(reading) is None
+    soon = replace(reading, now_s=reading.now_s + 0.5)
+    assert tuner.decide(soon) is None
+    assert len(tuner.moves) == 1
+
+
+def test_without_training_patience_ends_a_trial_in_which_nothing_happens() -> None:
+    plant = Plant()
+    tuner, reading = warm(plant)
+    move = tuner.decide(reading)
+    assert move is not None
+    assert tuner.decide(replace(reading, now_s=reading.now_s + PATIENCE_S)) is None
+    back = tuner.decide(replace(reading, now_s=reading.now_s + PATIENCE_S + 1))
+    assert back is not None
+    assert back.new == move.old
+
+
+@pytest.mark.parametrize("change", [{"fixed_s": 0.1, "per_request_s": 5e-4}, {"latency_s": 0.015}])
+def test_a_new_regime_ends_a_trial_and_is_looked_at_soon(change: dict[str, float]) -> None:
+    plant = Plant(surprise=poor_above(20))
+    tuner, reading = warm(plant)
+    first = tuner.decide(reading)
+    assert first is not None
+    plant.turn(first)
+    while tuner.look_s < SLOWEST_LOOK_S:
+        tuner.decide(reading)
+    for name, value in change.items():
+        setattr(plant, name, value)
+    plant.advance(5.0)
+    found = tuner.decide(plant.reading())
+    assert tuner.look_s == LOOK_AGAIN_S
+    assert found is None or "taken back" not in found.reason, "what was before is no judge"
+
+
+def test_a_refusal_does_not_outlive_its_regime() -> None:
+    plant = Plant(surprise=poor_above(20))
+    tuner = accustomed(plant)
+    assert len(plant.run(tuner, 20)) == 2
+    plant.fixed_s, plant.per_request_s = 0.1, 5e-4
+    plant.surprise = lambda rule: 1.0
+    plant.run(tuner, 20)
+    assert plant.batching.threshold > 20
+
+
+def test_moves_of_another_regime_do_not_count_as_many() -> None:
+    plant = Plant(surprise=poor_above(20))
+    tuner = accustomed(plant)
+    assert len(plant.run(tuner, 20)) == 2
+    plant.fixed_s, plant.per_request_s, plant.latency_s = 0.002, 2e-5, 0.02
+    moves = plant.run(tuner, 10)
+    assert [move.new.threshold for move in moves] == [3]
+    assert moves[0].gain < 0.1
+
+
+def test_a_threshold_that_is_close_to_the_right_one_stays() -> None:
+    plant = Plant(64, 0.002, 4e-4, 0.02, lanes=2)
+    assert len(plant.run(Tuner(), 300)) <= 2
+
+
+def test_noise_is_no_new_regime() -> None:
+    plant, tuner = Plant(noise=0.05, fit_noise=0.05), Tuner()
+    plant.run(tuner, 60)
+    for _ in range(200):
+        plant.advance(1.0)
+        tuner.decide(plant.reading())
+        assert tuner.look_s == SLOWEST_LOOK_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step_s", "cv", "fixed_s", "per_request_s", "lanes"),
+    [
+        (0.02, 0.0, 0.002, 2e-5, 1),
+        (0.02, 1.5, 0.002, 2e-5, 2),
+        (0.005, 0.5, 0.02, 1e-4, 1),
+        (0.005, 2.0, 0.02, 1e-4, 1),
+        (0.02, 0.5, 0.002, 4e-4, 2),
+    ],
+)
+def test_few_moves_in_a_steady_but_noisy_place(
+    step_s: float, cv: float, fixed_s: float, per_request_s: float, lanes: int
+) -> None:
+    plant = Plant(64, fixed_s, per_request_s, step_s, cv, lanes, noise=0.05, fit_noise=0.03)
+    moves = plant.run(Tuner(), 600)
+    assert busiest(moves) <= FEW_MOVES, turned(moves)
+
+
+# What batches of one size hide.
+
+
+def test_batches_that_are_all_alike_lead_to_one_exploration() -> None:
+    plant, tuner = Plant(spread=0.0), Tuner()
+    moves = plant.run(tuner, 300)
+    assert [move.new[:2] for move in moves] == [(1, 32)]
+    assert moves[0].gain == 0.0
+    plant.spread = 0.3
+    plant.run(tuner, 30)
+    assert plant.batching.threshold > 32, "now that is known what costs"
+
+
+def test_an_exploration_that_does_not_pay_is_not_repeated_for_a_while() -> None:
+    plant = Plant(spread=0.0, surprise=lambda rule: 0.5 if rule.max_size == 32 else 1.0)
+    tuner = accustomed(plant)
+    moves = plant.run(tuner, REFUSED_S - 10)
+    assert [move.new[:2] for move in moves] == [(1, 32), (1, 256)]
+    moves = plant.run(tuner, 600)
+    assert [move.new[:2] for move in moves] == 3 * [(1, 32), (1, 256)], "after 60 s, then 120 s, then 240 s"
+
+
+# Who comes and goes.
+
+
+def judged(plant: Plant) -> tuple[Tuner, Reading]:
+    """Return a tuner in the middle of a trial, and what it saw last."""
+    tuner, reading = warm(plant)
+    move = tuner.decide(reading)
+    assert move is not None
+    plant.turn(move)
+    plant.advance(0.01)
+    assert tuner.decide(plant.reading()) is None
+    return tuner, plant.reading()
+
+
+def test_a_generator_that_has_ended_takes_its_trial_along() -> None:
+    plant, other = Plant(surprise=poor_above(1, 0.1)), Plant(name="other", pinned=frozenset({"batching"}))
+    tuner, _ = judged(plant)
+    for _ in range(100):
+        other.advance(1.0)
+        move = tuner.decide(replace(other.reading(), now_s=plant.now_s + other.now_s))
+        assert move is None, "nobody is there to turn it"
+
+
+def test_a_trainer_that_comes_or_goes_ends_the_trial() -> None:
+    trainer = TrainReading("trainer", "gen", 0, 0, 0.0, 100.0)
+    for before, after in (((), (trainer,)), ((trainer,), ()), ((trainer,), (trainer, replace(trainer, name="second")))):
+        plant, tuner = Plant(), Tuner()
+        plant.spread = 0.0  # so that an exploration comes first
+        count = 0
+        for phase in (before, after):
+            for _ in range(80):
+                count += 1
+                plant.advance(tuner.look_s)
+                trains = tuple(
+                    replace(one, num_updates=count, num_decisions=100 * count, updated_s=plant.now_s) for one in phase
+                )
+                move = tuner.decide(replace(plant.reading(), trains=trains))
+                if move is not None:
+                    assert "taken back" not in move.reason, "nothing has become worse"
+                    plant.turn(move)
+            plant.spread = 0.5
+        assert plant.batching.threshold > 32, "it was not waiting for ever for a trial to end"
+
+
+def test_an_evaluation_that_comes_and_goes_spoils_no_judgement() -> None:
+    plant = Plant()
+    tuner, _ = judged(plant)
+    extra = SimReading("eval", "gen", 32, 1_000_000, 1.0, 64)
+    for second in range(40):
+        plant.advance(1.0)
+        reading = plant.reading()
+        move = tuner.decide(replace(reading, sims=(*reading.sims, extra)) if second < 5 else reading)
+        if move is not None:
+            assert "taken back" not in move.reason
+            plant.turn(move)
+
+
+# A device that generation and training share.
+
+
+def sharing_readings(
+    num: int, training: float = 0.5, train_s: float = 4e-4, *, surprise: Callable[[int], float] = lambda units: 1.0
+) -> list[Move]:
+    """Return what is moved over `num` updates of a pipeline that is limited by its GPU."""
+    tuner, moves, gen_units, now_s = Tuner(), [], 0, 100.0
+    decisions, batch, fixed_s, busy_s = 0.0, 16, 0.004, 0.0
+    latencies_s = np.linspace(0.01, 0.03, 64)
+    for updates in range(1, num + 1):
+        rate = float(shared_limit(fixed_s / batch, train_s, gen_units, 8)) * surprise(gen_units)
+        period_s = 1000 / rate
+        decisions += 1000
+        busy_s += 0.6 * period_s
+        for looks in range(4):
+            now_s += period_s / 4
+            gen = GenReading(
+                "gen", Batching(1, 64, 0.01), 1, 2 * fixed_s, 1e-6, 0.5, latencies_s,
+                int(decisions), int(decisions / batch), busy_s, frozenset({"batching"}),
+            )  # fmt: skip
+            train = TrainReading(
+                "trainer", "gen", updates, updates * 1000, training * period_s, now_s - looks * period_s / 4
+            )
+            sim = SimReading("envs", "gen", 64, int(decisions), 1.0, 64)
+            move = tuner.decide(Reading(now_s, (gen,), (sim,), (train,), 8, gen_units))
+            if move is not None:
+                assert (move.service, move.knob, move.old) == ("machine", "partition", gen_units)
+                moves.append(move)
+                gen_units = move.new
+    return moves
+
+
+def test_a_shared_device_is_divided_once() -> None:
+    moves = sharing_readings(60)
+    assert len(moves) == 1
+    assert 0 < moves[0].new < 8
+    assert "generation" in str(moves[0])
+    assert str(moves[0]).startswith(f"machine.partition 0 -> {moves[0].new}: +")
+
+
+@pytest.mark.parametrize(("training", "train_s"), [(0.2, 4e-4), (0.5, 4e-4), (0.95, 1e-3), (0.95, 1.5e-4)])
+def test_a_division_that_does_not_pay_is_undone_though_it_changes_what_batches_take(
+    training: float, train_s: float
+) -> None:
+    moves = sharing_readings(60, training, train_s, surprise=lambda units: 0.5 if units else 1.0)
+    assert [bool(move.new) for move in moves[:2]] == [True, False]
+    assert "taken back" in moves[1].reason
+    assert busiest(moves) <= FEW_MOVES
+
+
+# Cores that stages contend for.
+
+
+def cores_moves(used: dict[str, float], rates: dict[str, float], num_cores: int = 8) -> list[Move]:
+    """Return what is moved in five minutes in which each kind uses so many cores."""
+    plant, tuner, moves = Plant(pinned=frozenset({"batching"})), Tuner(), []
+    rates = dict(rates)
+    for _ in range(300):
+        plant.advance(1.0)
+        elapsed_s = plant.now_s - 100
+        cores = tuple(CoreReading(kind, rates[kind], used[kind] * elapsed_s) for kind in used)
+        move = tuner.decide(replace(plant.reading(), num_cores=num_cores, cores=cores))
+        if move is not None:
+            assert (move.knob, move.old) == ("cores", rates)
+            rates = dict(move.new)
+            moves.append(move)
+    return moves
+
+
+def test_cores_that_stages_contend_for_are_promised_as_they_are_used() -> None:
+    moves = cores_moves({"sim": 6.0, "gen": 1.0, "train": 1.0}, {"sim": 4.0, "gen": 2.0, "train": 2.0})
+    assert len(moves) == 1
+    assert sum(moves[0].new.values()) == pytest.approx(8, abs=0.01)
+    assert moves[0].new["sim"] > moves[0].new["gen"] > moves[0].new["train"]
+    assert text(moves[0].new) in str(moves[0])
+
+
+def test_promises_stay_where_nobody_contends_or_nothing_has_changed() -> None:
+    promised = {"sim": 4.0, "gen": 2.0, "train": 2.0}
+    assert cores_moves({"sim": 1.0, "gen": 0.5, "train": 4.0}, promised) == [], "there are enough for all"
+    used = {"sim": 4.5, "gen": 0.8, "train": 2.2}
+    assert cores_moves(used, split(used, 8)) == [], "they have what they need"
+    assert cores_moves({"sim": 8.0}, {"sim": 8.0}) == [], "one alone has them all"
