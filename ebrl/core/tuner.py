@@ -28,9 +28,9 @@ DEAD_BAND = 0.02  # relative gain that is worth a move
 URGENT = 0.1  # relative gain that is worth one although there were several of late
 FEW_MOVES, FEW_S = 3, 60.0  # so many in so long are several
 LEAST_LATENCIES = 32
-NEW_REGIME = 0.25  # relative change of service or latency
+NEW_REGIME = 0.5  # relative change of service or latency
 LEAST_SPREAD = 0.02  # relative spread of batch sizes below which fixed and other cost cannot be told apart
-CLOSE = 0.9  # part of the right threshold that is as good: what is measured scatters
+CLOSE = 0.9  # part of the right threshold that is as good with several lanes: what is measured scatters
 GATHER = 3.0  # a batch waits at most so many intervals between launches
 CORES_S = 10.0  # how long the use of cores is watched before they are promised anew
 REFUSED_S = 60.0  # how long a value that did not pay is left alone; twice as long each time
@@ -270,7 +270,8 @@ def _gain(found: Forecast, rates: NDArray[np.float64], old: Batching, new: Batch
     largest_s = loop.fixed_s + loop.per_request_s * old.max_size
     before = min(float(rates[found.index(old.threshold)]), loop.num_lanes * old.max_size / max(largest_s, 1e-12))
     gain = float(rates[found.index(new.threshold)]) / before - 1.0
-    if old.threshold < CLOSE * min(new.threshold, found.natural):
+    close = 0.5 if loop.num_lanes == 1 else CLOSE  # one lane needs a threshold of a few, and which does not matter
+    if old.threshold < close * min(new.threshold, found.natural):
         fixed = loop.fixed_s / max(loop.fixed_s + loop.per_request_s * found.natural, 1e-12)
         gain += (0.04 if loop.num_lanes == 1 else 0.15) * fixed
     return gain
