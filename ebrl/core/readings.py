@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Knob: TypeAlias = Literal["batching", "cores", "lanes", "partition"]
+Knob: TypeAlias = Literal["batching", "cores", "partition"]
 
 
 class Batching(NamedTuple):

@@ -132,7 +132,8 @@ class EnvGroup:
         """Build the simulators, then run all programs until cancelled."""
         async with Scope() as scope:
             self._scope = scope
-            await self._take_memory()
+            assert self._runtime is not None
+            self._memory = await _take_memory(self._runtime, self.spec, self.count, self.name)
             building = [scope.start(host.open(), f"{self.name}-build-{i}") for i, host in enumerate(self._hosts)]
             for task in building:
                 await task
@@ -142,19 +143,6 @@ class EnvGroup:
                 self._contexts.append(context)
                 scope.start(self._live(context), f"{self.name}-{index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
-
-    async def _take_memory(self) -> None:
-        """Take what the simulators will need, for good; waits for groups that are there already."""
-        if not self.spec.memory_mib:
-            return
-        assert self._runtime is not None
-        pool, wanted = self._runtime.resources.pool("memory"), self.count * self.spec.memory_mib
-        if wanted > pool.units:
-            raise ConfigError(
-                f"{self.name}: {self.count} simulators of {self.spec.memory_mib} MiB do not fit into {pool.units} MiB: "
-                "use a smaller count"
-            )
-        self._memory = await pool.acquire(wanted, self.name)
 
     def statistics(self) -> Mapping[str, float]:
         """Env steps and their rate, lane time, which part of the cores is used, who waits, and the ledger."""
@@ -280,6 +268,18 @@ class EnvGroup:
             except Exception as error:
                 _note(error, env.where())
                 raise
+
+
+async def _take_memory(runtime: Runtime, spec: EnvSpec, count: int, name: str) -> Lease | None:
+    """Take what the simulators will need, for good; waits for groups that are there already."""
+    if not spec.memory_mib:
+        return None
+    pool, wanted = runtime.resources.pool("memory"), count * spec.memory_mib
+    if wanted > pool.units:
+        raise ConfigError(
+            f"{name}: {count} simulators of {spec.memory_mib} MiB do not fit into {pool.units} MiB: use a smaller count"
+        )
+    return await pool.acquire(wanted, name)
 
 
 def _note(error: BaseException, where: str) -> None:
