@@ -398,7 +398,7 @@ def test_a_forecast_of_thousands_of_environments_takes_milliseconds(lanes: int) 
 def test_a_decision_of_the_tuner_about_thousands_of_environments_takes_milliseconds() -> None:
     loop = workload("W5a", 4096)
     gen = GenReading(
-        "gen", Batching(1, 256, 0.01), 1, loop.fixed_s, loop.per_request_s, 0.5, loop.latencies_s, 9999, 99, 9.0
+        "gen", Batching(1, 256, 0.01), loop.fixed_s, loop.per_request_s, 0.5, loop.latencies_s, 9999, 99, 9.0
     )
     trains = (TrainReading("trainer", "gen", 3, 3000, 0.1, 9.0),)
     reading = Reading(10.0, (gen,), (SimReading("envs", "gen", 4096, 9999, 50.0, 16),), trains, 132)
@@ -471,7 +471,7 @@ def shared_readings(
         now_s = 100.0 + period_s * (num > 3)
         busy_s = 50.0 + generating * period_s * (num > 3)
         gen = GenReading(
-            "gen", Batching(1, 64, 0.01), 1, fixed_s * slowdown, per_request_s * slowdown, 0.5, np.full(40, 0.01),
+            "gen", Batching(1, 64, 0.01), fixed_s * slowdown, per_request_s * slowdown, 0.5, np.full(40, 0.01),
             0, 0, busy_s,
         )  # fmt: skip
         trains = (TrainReading("trainer", "gen", num, num * batch_size, update_s, now_s),)

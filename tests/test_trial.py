@@ -36,8 +36,9 @@ def test_a_trial_needs_something_to_compare_with() -> None:
 def test_a_trial_compares_rates(steps: int, paid: bool) -> None:
     trial = Trial.of(MOVE, stepping(0, 0), stepping(10, 10_000))
     assert trial is not None
-    assert not trial.ready(stepping(10.01, 10_079))
-    assert trial.ready(stepping(10.08, 10_080))
+    assert not trial.ready(stepping(10.5, 10_079))
+    assert not trial.ready(stepping(10.49, 10_490)), "too short, whatever was done"
+    assert trial.ready(stepping(10.5, 10_500))
     assert trial.rates() == pytest.approx((1000, 1000), rel=0.01)
     trial = Trial.of(MOVE, stepping(0, 0), stepping(10, 10_000))
     assert trial is not None

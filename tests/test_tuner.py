@@ -25,9 +25,10 @@ from ebrl.core.sharing import shared_limit
 from ebrl.core.split import split
 from ebrl.core.throughput import Loop, Numbers, forecast
 from ebrl.core.trial import PATIENCE_S
-from ebrl.core.tuner import FEW_MOVES, FIRST_LOOK_S, LEAST_LATENCIES, LOOK_AGAIN_S, REFUSED_S, SLOWEST_LOOK_S, Tuner
+from ebrl.core.tuner import FIRST_LOOK_S, LEAST_LATENCIES, LOOK_AGAIN_S, REFUSED_S, SLOWEST_LOOK_S, Tuner
 
 GREEDY = Batching(1, 256, 0.01)
+FEW_MOVES = 3  # in any minute of one regime
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Plant:
     latency_s: float = 0.005
     cv: float = 0.5
     lanes: int = 1
+    choices: range = range(1, 2)
     batching: Batching = GREEDY
     noise: float = 0.0
     fit_noise: float = 0.0
@@ -61,6 +63,7 @@ class Plant:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
+        self.batching = self.batching._replace(num_lanes=self.lanes)
         self._rates: dict[tuple[Batching, float, float, float], tuple[float, float]] = {}
 
     def latencies(self, num: int = 512) -> Numbers:
@@ -77,10 +80,10 @@ class Plant:
         return rate * self.surprise(self.batching), size
 
     def _rate(self) -> tuple[float, float]:
-        loop = Loop(self.num_envs, self.fixed_s, self.per_request_s, self.latencies(2048), self.lanes)
+        loop = Loop(self.num_envs, self.fixed_s, self.per_request_s, self.latencies(2048), self.batching.num_lanes)
         found = forecast(loop, np.array([min(self.batching.threshold, self.num_envs)]))
         size = min(float(found.batches[0]), self.batching.max_size)
-        most = self.lanes * size / max(self.fixed_s + self.per_request_s * size, 1e-9)
+        most = self.batching.num_lanes * size / max(self.fixed_s + self.per_request_s * size, 1e-9)
         return min(float(found.rates[0]), most), size
 
     def advance(self, seconds: float) -> None:
@@ -96,7 +99,6 @@ class Plant:
         gen = GenReading(
             name=self.name,
             batching=self.batching,
-            num_lanes=self.lanes,
             fixed_s=fixed_s,
             per_request_s=per_request_s,
             size_spread=self.spread,
@@ -104,6 +106,7 @@ class Plant:
             num_requests=int(self.steps),
             num_batches=int(self.batches),
             busy_s=self.now_s - 100.0,
+            lanes=self.choices,
             pinned=self.pinned,
         )
         sim = SimReading("envs", self.name, self.num_envs, int(self.steps), self.steps * self.latency_s, self.num_envs)
@@ -506,8 +509,8 @@ def sharing_readings(
         for looks in range(4):
             now_s += period_s / 4
             gen = GenReading(
-                "gen", Batching(1, 64, 0.01), 1, 2 * fixed_s, 1e-6, 0.5, latencies_s,
-                int(decisions), int(decisions / batch), busy_s, frozenset({"batching"}),
+                "gen", Batching(1, 64, 0.01), 2 * fixed_s, 1e-6, 0.5, latencies_s,
+                int(decisions), int(decisions / batch), busy_s, pinned=frozenset({"batching"}),
             )  # fmt: skip
             train = TrainReading(
                 "trainer", "gen", updates, updates * 1000, training * period_s, now_s - looks * period_s / 4
@@ -549,7 +552,7 @@ def cores_moves(used: dict[str, float], rates: dict[str, float], num_cores: int 
     for _ in range(300):
         plant.advance(1.0)
         elapsed_s = plant.now_s - 100
-        cores = tuple(CoreReading(kind, rates[kind], used[kind] * elapsed_s) for kind in used)
+        cores = tuple(CoreReading(kind, rates[kind], used[kind] * elapsed_s, num_cores) for kind in used)
         move = tuner.decide(replace(plant.reading(), num_cores=num_cores, cores=cores))
         if move is not None:
             assert (move.knob, move.old) == ("cores", rates)

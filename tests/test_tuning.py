@@ -11,7 +11,7 @@ from ebrl.core.errors import Deadlock
 from ebrl.core.readings import Batching, Move, Reading
 from ebrl.core.runtime import Runtime
 from ebrl.core.trace import Trace
-from ebrl.core.tuner import FEW_MOVES, Tuner
+from ebrl.core.tuner import Tuner
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.batcher import Batcher
@@ -22,6 +22,8 @@ from ebrl.sim.group import EnvGroup
 from ebrl.train.trainer import Trainer
 from tests.helpers import scripted_spec
 from tests.pipeline import FIXED, SPEC, STEPS, CountingLearner, Laws, SlowPolicy, rig, run_for, start
+
+FEW_MOVES = 3  # in any minute of one regime
 
 # It finds the rule.
 

@@ -8,15 +8,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Knob: TypeAlias = Literal["batching", "cores", "partition"]
+Knob: TypeAlias = Literal["batching", "lanes", "concurrency", "cores", "partition"]
 
 
 class Batching(NamedTuple):
-    """When to launch; see `ebrl.gen.batcher.Batcher`."""
+    """When to launch, and on how many lanes; see `ebrl.gen.batcher.Batcher`."""
 
     threshold: int
     max_size: int
     max_wait_s: float
+    num_lanes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,7 @@ class GenReading:
 
     Attributes:
         name: Of the service.
-        batching: Its rule.
-        num_lanes: Batches that may run at once.
+        batching: Its rule, with the number of batches that may run at once.
         fixed_s: Seconds of a batch whatever its size.
         per_request_s: Seconds per request in it.
         size_spread: Standard deviation of batch sizes over their mean.
@@ -34,12 +34,12 @@ class GenReading:
         num_requests: Since it started.
         num_batches: Since it started.
         busy_s: Of its lanes, since it started.
+        lanes: Numbers of lanes that it may have.
         pinned: Knobs that the user has set.
     """
 
     name: str
     batching: Batching
-    num_lanes: int
     fixed_s: float
     per_request_s: float
     size_spread: float
@@ -47,6 +47,7 @@ class GenReading:
     num_requests: int
     num_batches: int
     busy_s: float
+    lanes: range = range(1, 2)
     pinned: frozenset[Knob] = frozenset()
 
 
@@ -61,6 +62,7 @@ class SimReading:
         num_steps: Environment steps since it started.
         busy_s: Core-seconds in simulators since it started.
         num_cores: That its simulators may use at once.
+        cpu_part: Of the time of their calls in which they compute; 1 where that is not known.
     """
 
     name: str
@@ -69,6 +71,7 @@ class SimReading:
     num_steps: int
     busy_s: float
     num_cores: int
+    cpu_part: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,13 @@ class CoreReading:
         kind: Of its lanes.
         rate: Cores that it was promised.
         used: Core-seconds since the runtime opened.
+        ceiling: Cores that it may hold at once.
     """
 
     kind: str
     rate: float
     used: float
+    ceiling: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,7 @@ class Reading:
         gen_units: Of these, for generation while training runs too; 0: undivided, they take turns.
         num_cores: That stages share.
         cores: Claims on them.
+        pinned: Knobs of the machine that the user has set.
     """
 
     now_s: float
@@ -130,6 +136,7 @@ class Reading:
     gen_units: int = 0
     num_cores: int = 0
     cores: tuple[CoreReading, ...] = ()
+    pinned: frozenset[Knob] = frozenset()
 
     @property
     def num_steps(self) -> int:
@@ -182,7 +189,8 @@ class Move:
 def text(value: Any) -> str:
     """Return a knob's value for people."""
     if isinstance(value, Batching):
-        return f"{value.threshold}..{value.max_size} within {1e3 * value.max_wait_s:.3g} ms"
+        lanes = f" on {value.num_lanes} lanes" if value.num_lanes > 1 else ""
+        return f"{value.threshold}..{value.max_size} within {1e3 * value.max_wait_s:.3g} ms{lanes}"
     if isinstance(value, dict):
         return " ".join(f"{kind} {rate:.2f}" for kind, rate in value.items())
     return str(value)

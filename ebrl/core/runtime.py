@@ -24,6 +24,7 @@ from ebrl.core.pools import Pool, ResourceManager
 from ebrl.core.profile_file import SavedProfiles, load
 from ebrl.core.profiles import Profiles
 from ebrl.core.protocols import Machine, Service
+from ebrl.core.readings import Knob
 from ebrl.core.scope import Scope, finish
 from ebrl.core.tokens import TokenBucket
 from ebrl.core.trace import Trace
@@ -62,6 +63,7 @@ class Runtime:
         deterministic: bool = False,
         trace: Trace | None = None,
         tune: bool = True,
+        pin: Mapping[Knob, Any] | None = None,
         profile: SavedProfiles | Path | str | None = None,
         grace_s: float = 1.5,
     ) -> None:
@@ -73,12 +75,17 @@ class Runtime:
             deterministic: With ``max_lag=0``: results that depend on the seed alone, not on timing or lanes.
             trace: Takes the spans of the run; None records nothing.
             tune: Let the tuner turn the knobs that were not set; never in a deterministic run, since it goes by time.
+            pin: Knobs of the machine that the tuner leaves alone, with their values: ``concurrency``, how many
+                simulator calls run at once; ``cores``, units by stage (``{"sim": 6, "gen": 1, "train": 1}``), which
+                say who is next when stages contend; ``partition``, SM units for generation while training runs too, 0
+                for turns. The rule of a generator is pinned by its own arguments.
             profile: What an earlier run or `ebrl probe` found out on this machine, or the file of it: services begin
                 with what it says of their names.
             grace_s: How long the end may wait for running calls.
 
         Raises:
-            ConfigError: `seed` is negative or `grace_s` not positive; or `profile` is no file of profiles.
+            ConfigError: `seed` is negative or `grace_s` not positive; a pin that is no knob of this machine; or
+                `profile` is no file of profiles.
         """
         if seed < 0:
             raise ConfigError(f"seed must not be negative, got {seed}")
@@ -97,7 +104,13 @@ class Runtime:
             if kind in self.machine.on_cores
         }
         self.tuning = Tuning(
-            self.machine, self.resources, self.spawn, self._claims, trace, enabled=tune and not deterministic
+            self.machine,
+            self.resources,
+            self.spawn,
+            self._claims,
+            trace,
+            enabled=tune and not deterministic,
+            pins=pin,
         )
         self.profiles = Profiles(self.machine, load(Path(profile)) if isinstance(profile, str | Path) else profile)
         self.clock: Callable[[], float] = time.monotonic
@@ -116,6 +129,7 @@ class Runtime:
             raise ConfigError(UNGUARDED)
         if not self.machine.real:
             self.clock = asyncio.get_running_loop().time
+        self.tuning.open()
         await self._exit.enter_async_context(self._scope)
         self._tune_interpreter()
         self._exit.push_async_callback(self._close)

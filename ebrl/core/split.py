@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ebrl.core.readings import Move
+from ebrl.core.stretch import Stretch
+
 LEAST = 0.05  # of the cores, so that a stage which was idle is not forgotten
 WEIGHTS = {"gen": 2.0}
 BUSY = 0.8  # part of the cores in use above which stages contend
@@ -34,3 +37,16 @@ def split(used: Mapping[str, float], units: int) -> dict[str, float]:
 def differs(old: Mapping[str, float], new: Mapping[str, float]) -> bool:
     """Whether promises have changed enough to be made anew."""
     return any(abs(new[kind] - old[kind]) > CHANGE * old[kind] for kind in new)
+
+
+def promise(stretch: Stretch) -> Move | None:
+    """Promise the cores anew where stages contend for them and need other parts than they were promised."""
+    used, num_cores = stretch.used(), stretch.now.num_cores
+    if len(used) < 2 or sum(used.values()) < BUSY * num_cores * stretch.seconds:
+        return None
+    old = {core.kind: core.rate for core in stretch.now.cores}
+    new = {kind: round(rate, 3) for kind, rate in split(used, num_cores).items()}
+    if not differs(old, new):
+        return None
+    reason = "used of late: " + ", ".join(f"{kind} {seconds / stretch.seconds:.2f}" for kind, seconds in used.items())
+    return Move(stretch.now.now_s, "machine", "cores", old, new, reason, 0.0)

@@ -9,6 +9,7 @@ from ebrl.core.readings import Move, Reading
 
 ROUNDS = 4  # environment steps per environment that judge a move, where nothing is trained
 UPDATES = 2  # updates that judge it, where something is
+SHORTEST_S = 0.5  # for which it is watched at least
 PATIENCE_S = 30.0  # without training: after which it is judged by what there is
 
 
@@ -50,6 +51,8 @@ class Trial:
         num = progress[2] - self.began[2]
         if num < min(enough(reading), self.num_before):
             return False if reading.trains else progress[1] - self.began[1] > PATIENCE_S
+        if progress[1] - self.began[1] < SHORTEST_S:
+            return False
         self.ended = progress
         return True
 

@@ -12,26 +12,25 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ebrl.core.readings import Batching, GenReading, Knob, Move, Reading, TrainReading
+from ebrl.core.batching import plan
+from ebrl.core.concurrency import all_again, fewer
+from ebrl.core.readings import GenReading, Knob, Move, Reading, TrainReading
 from ebrl.core.sharing import Sharing, gen_units, sharing
-from ebrl.core.split import BUSY, differs, split
-from ebrl.core.throughput import Forecast, Loop, best_rule, candidates, forecast
-from ebrl.core.trial import Trial, enough
+from ebrl.core.split import promise
+from ebrl.core.stretch import Stretch
+from ebrl.core.trial import Trial
 
 FIRST_LOOK_S = 0.01  # after the start; then twice as long each time
 SLOWEST_LOOK_S = 1.0
 LOOK_AGAIN_S = 0.1  # after the regime has changed
-DEAD_BAND = 0.02  # relative gain that is worth a move
-URGENT = 0.1  # relative gain that is worth one although there were several of late
-FEW_MOVES, FEW_S = 3, 60.0  # so many in so long are several
+DEAD_BAND = 0.02  # relative gain that is worth a move; twice as much for each one of late
+FEW_S = 60.0  # what was moved within it makes the next move less worth
 LEAST_LATENCIES = 32
-NEW_REGIME = 0.5  # relative change of service or latency
+NEW_REGIME = math.log(1.5)  # change of service or latency, as a logarithm, beyond what they scatter
+SCATTER = 3.0  # times the usual change from one look to the next
+NEWEST_CHANGE = 0.1  # weight of the newest one in that
+SHORT_S = 1e-6  # below it, times are all alike
 LEAST_SPREAD = 0.02  # relative spread of batch sizes below which fixed and other cost cannot be told apart
-CLOSE = 0.9  # part of the right threshold that is as good with several lanes: what is measured scatters
-GATHER = 3.0  # a batch waits at most so many intervals between launches
 CORES_S = 10.0  # how long the use of cores is watched before they are promised anew
 REFUSED_S = 60.0  # how long a value that did not pay is left alone; twice as long each time
 
@@ -44,13 +43,14 @@ class _Regime:
     large_s: float
     latency_s: float
 
-    def differs(self, other: _Regime) -> bool:
+    def distance(self, other: _Regime) -> float:
+        """Return the largest of the logarithms of their ratios."""
         pairs = (
             (self.small_s, other.small_s),
             (self.large_s, other.large_s),
             (self.latency_s, other.latency_s),
         )
-        return any(abs(a - b) > NEW_REGIME * max(min(a, b), 1e-6) for a, b in pairs)
+        return max(abs(math.log(max(a, SHORT_S) / max(b, SHORT_S))) for a, b in pairs)
 
 
 class Tuner:
@@ -65,11 +65,13 @@ class Tuner:
         self.look_s = FIRST_LOOK_S
         self.moves: deque[Move] = deque(maxlen=256)
         self._regimes: dict[str, _Regime] = {}
+        self._seen: dict[str, tuple[_Regime, float]] = {}  # at the last look, and how much that changes usually
         self._changed_s = -math.inf  # when one of them did last
         self._trial: Trial | None = None
         self._refused: dict[tuple[str, Knob], tuple[float, float]] = {}  # until when, and for how long
         self._since: Reading | None = None  # when the running settings began
         self._running: frozenset[tuple[str, str]] = frozenset()  # who was there, of those that do something
+        self._narrowed_s = -math.inf  # when the number of simulators that run at once was changed
         self._updates: dict[str, tuple[Reading, Reading]] = {}  # per trainer: at its last two updates
 
     def decide(self, reading: Reading) -> Move | None:
@@ -123,7 +125,9 @@ class Tuner:
         small_s, large_s = gen.fixed_s + gen.per_request_s, gen.fixed_s + gen.per_request_s * num_envs
         regime = _Regime(small_s / slower, large_s / slower, float(gen.latencies_s.mean()))
         known = self._regimes.setdefault(gen.name, regime)
-        if not regime.differs(known):
+        last, usual = self._seen.get(gen.name, (regime, 0.0))
+        self._seen[gen.name] = regime, usual + NEWEST_CHANGE * (min(regime.distance(last), 1.0) - usual)
+        if regime.distance(known) < NEW_REGIME + SCATTER * usual:
             return
         self._regimes[gen.name] = regime
         if self._settling(reading):
@@ -168,23 +172,21 @@ class Tuner:
         return back
 
     def _allowed(self, reading: Reading, service: str, knob: Knob) -> bool:
-        return reading.now_s >= self._refused.get((service, knob), (0.0, 0.0))[0]
+        return knob not in reading.pinned and reading.now_s >= self._refused.get((service, knob), (0.0, 0.0))[0]
 
     def _worth(self, reading: Reading, gain: float) -> bool:
         recent = sum(move.time_s > max(reading.now_s - FEW_S, self._changed_s) for move in self.moves)
-        return gain > (DEAD_BAND if recent < FEW_MOVES - 1 else URGENT)  # it may have to be taken back
+        return bool(gain > DEAD_BAND * 2.0**recent)  # it may have to be taken back
 
     # Knobs.
 
     def _partition(self, reading: Reading, gen: GenReading) -> Move | None:
         """Divide the device anew where generation and training together are the limit: a guess that must be judged."""
-        shared, since = self._sharing(reading, gen), self._since
-        assert since is not None
-        judge = reading.progress[2] - since.progress[2] >= enough(reading)
-        if shared is None or not judge or not self._allowed(reading, "machine", "partition"):
+        shared, stretch = self._sharing(reading, gen), self._stretch(reading)
+        if shared is None or not stretch.judges or not self._allowed(reading, "machine", "partition"):
             return None
         batch = gen.num_requests / max(gen.num_batches, 1)
-        ceiling = self._simulation_limit(reading, gen)
+        ceiling = stretch.simulation_limit(gen)
         rates = {units: min(ceiling, shared.limit(batch, units)) for units in gen_units(reading.sm_units)}
         best = max(rates, key=rates.__getitem__)
         gain = rates[best] / rates.get(reading.gen_units, min(ceiling, shared.limit(batch, reading.gen_units))) - 1.0
@@ -197,81 +199,46 @@ class Tuner:
         return Move(reading.now_s, "machine", "partition", reading.gen_units, best, reason, gain)
 
     def _cores(self, reading: Reading) -> Move | None:
-        """Promise the cores anew where stages contend for them and need other parts than they were promised."""
-        since = self._since
-        assert since is not None
-        seconds = reading.now_s - since.now_s
-        if len(reading.cores) < 2 or seconds < CORES_S or not self._allowed(reading, "cores", "cores"):
-            return None
-        before = {core.kind: core.used for core in since.cores}
-        used = {core.kind: core.used - before.get(core.kind, 0.0) for core in reading.cores}
-        old = {core.kind: core.rate for core in reading.cores}
-        new = {kind: round(rate, 3) for kind, rate in split(used, reading.num_cores).items()}
-        if sum(used.values()) < BUSY * reading.num_cores * seconds or not differs(old, new):
-            return None
-        reason = "used of late: " + ", ".join(f"{kind} {used_s / seconds:.2f}" for kind, used_s in used.items())
-        return Move(reading.now_s, "cores", "cores", old, new, reason, 0.0)
+        """Let other numbers of simulators run at once, or promise the cores anew."""
+        stretch, move = self._stretch(reading), None
+        if self._allowed(reading, "machine", "concurrency"):
+            move = all_again(stretch) if self._narrowed_s < self._changed_s else None
+            move = move or fewer(stretch)
+        if move is not None:
+            self._narrowed_s = reading.now_s
+        elif stretch.seconds >= CORES_S and self._allowed(reading, "machine", "cores"):
+            move = promise(stretch)
+        return move
 
     def _batching(self, reading: Reading, gen: GenReading) -> Move | None:
         num_envs = sum(sim.num_envs for sim in reading.of(gen))
-        if "batching" in gen.pinned or num_envs < 2 or not self._allowed(reading, gen.name, "batching"):
+        fixed = "batching" in gen.pinned
+        if num_envs < 2 or (fixed and len(gen.lanes) < 2) or not self._allowed(reading, gen.name, "batching"):
             return None
         old = gen.batching
         if gen.size_spread < LEAST_SPREAD:
-            half = Batching(1, max(1, num_envs // 2), old.max_wait_s)
+            half = old._replace(threshold=1, max_size=max(1, num_envs // 2))
             reason = "batches are all alike: what costs is unknown"
-            return Move(reading.now_s, gen.name, "batching", old, half, reason, 0.0) if half != old else None
-        loop = Loop(num_envs, gen.fixed_s, gen.per_request_s, gen.latencies_s, gen.num_lanes)
-        found = forecast(loop, candidates(num_envs, old.threshold))
-        rates = np.minimum(found.rates, self._simulation_limit(reading, gen))
-        shared = self._sharing(reading, gen)
-        if shared is not None:
-            rates = np.minimum(rates, shared.limits(found.batches, reading.gen_units))
-        new = _rule(loop, found, rates)
-        gain = _gain(found, rates, old, new, loop)
-        if new == old or not self._worth(reading, gain):
+            return (
+                Move(reading.now_s, gen.name, "batching", old, half, reason, 0.0) if half != old and not fixed else None
+            )
+        stretch = self._stretch(reading)
+        limit = stretch.limit(gen, self._sharing(reading, gen))
+        other_lanes = stretch.judges and self._allowed(reading, gen.name, "lanes")
+        found = plan(gen, num_envs, limit, other_lanes=other_lanes)
+        if found.rule == old or not self._worth(reading, found.gain):
             return None
         reason = (
-            f"{gain:+.0%} forecast: N {num_envs}, batch {1e3 * gen.fixed_s:.3g} + {1e3 * gen.per_request_s:.3g} n ms, "
-            f"latency {1e3 * float(gen.latencies_s.mean()):.3g} ms"
+            f"{found.gain:+.0%} forecast: N {num_envs}, batch {1e3 * gen.fixed_s:.3g} + {1e3 * gen.per_request_s:.3g} n"
+            f" ms, latency {1e3 * float(gen.latencies_s.mean()):.3g} ms"
         )
-        return Move(reading.now_s, gen.name, "batching", old, new, reason, gain)
+        knob: Knob = "batching" if found.rule.num_lanes == old.num_lanes else "lanes"
+        return Move(reading.now_s, gen.name, knob, old, found.rule, reason, found.gain)
 
-    def _simulation_limit(self, reading: Reading, gen: GenReading) -> float:
-        """Return decisions per second that the simulators could do, by what a decision has cost them of late."""
-        since = self._since
-        assert since is not None
-        before = {sim.name: sim.busy_s for sim in since.sims}
-        asked = {other.name: other.num_requests for other in since.gens}
-        requests = gen.num_requests - asked.get(gen.name, 0)
-        busy_s = sum(sim.busy_s - before.get(sim.name, 0.0) for sim in reading.of(gen))
-        if requests < LEAST_LATENCIES or busy_s <= 0.0:
-            return math.inf
-        cores = sum(min(sim.num_cores, sim.num_envs) for sim in reading.of(gen))
-        return cores * requests / busy_s
+    def _stretch(self, reading: Reading) -> Stretch:
+        assert self._since is not None
+        return Stretch(self._since, reading)
 
 
 def _of(reading: Reading, name: str) -> TrainReading:
     return next(train for train in reading.trains if train.name == name)
-
-
-def _rule(loop: Loop, found: Forecast, rates: NDArray[np.float64]) -> Batching:
-    threshold, max_size = best_rule(loop, found, rates)
-    cycle_s = float(found.cycles_s[found.index(threshold)])
-    return Batching(threshold, max_size, max(1e-3, GATHER * cycle_s))
-
-
-def _gain(found: Forecast, rates: NDArray[np.float64], old: Batching, new: Batching, loop: Loop) -> float:
-    """Return the relative gain of a rule; what busy lanes lose by uneven batches is guessed: the model cannot see it.
-
-    See `best_rule`: up to 4 % with one lane and 15 % with several were seen in simulations. Nor does it see that the
-    batches of the old rule may be too small for what is there.
-    """
-    largest_s = loop.fixed_s + loop.per_request_s * old.max_size
-    before = min(float(rates[found.index(old.threshold)]), loop.num_lanes * old.max_size / max(largest_s, 1e-12))
-    gain = float(rates[found.index(new.threshold)]) / before - 1.0
-    close = 0.5 if loop.num_lanes == 1 else CLOSE  # one lane needs a threshold of a few, and which does not matter
-    if old.threshold < close * min(new.threshold, found.natural):
-        fixed = loop.fixed_s / max(loop.fixed_s + loop.per_request_s * found.natural, 1e-12)
-        gain += (0.04 if loop.num_lanes == 1 else 0.15) * fixed
-    return gain

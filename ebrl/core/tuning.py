@@ -13,10 +13,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ebrl.core.errors import ConfigError
 from ebrl.core.leases import Lease
 from ebrl.core.pools import ResourceManager
 from ebrl.core.protocols import Machine
-from ebrl.core.readings import CoreReading, GenReading, Move, Reading, SimReading, TrainReading
+from ebrl.core.readings import CoreReading, GenReading, Knob, Move, Reading, SimReading, TrainReading
 from ebrl.core.tokens import TokenBucket
 from ebrl.core.trace import Trace
 from ebrl.core.tuner import Tuner
@@ -73,6 +74,7 @@ class Tuning:
         trace: Trace | None = None,
         *,
         enabled: bool = True,
+        pins: Mapping[Knob, Any] | None = None,
     ) -> None:
         """Begin.
 
@@ -83,6 +85,10 @@ class Tuning:
             claims: On the cores, by kind of lane.
             trace: Takes a span per move.
             enabled: Whether knobs are turned at all.
+            pins: Knobs of the machine that the user has set; see `Runtime`.
+
+        Raises:
+            ConfigError: A pin that is no knob of this machine.
         """
         self.num_decisions = 0
         self._tuner = Tuner() if enabled else None
@@ -99,11 +105,26 @@ class Tuning:
         self._trainers: list[TunedTrainer] = []
         self._gen_units = 0
         self._due_s: float | None = None
+        self._pins = dict(pins or {})
+        knobs = {"concurrency": "sim" in self._claims, "cores": bool(self._claims), "partition": machine.sm_units > 0}
+        for knob in self._pins:
+            if not knobs.get(knob):
+                possible = ", ".join(name for name, is_there in knobs.items() if is_there)
+                raise ConfigError(f"pin: {knob!r} is no knob of this machine, which has {possible or 'none'}")
 
     @property
     def moves(self) -> tuple[Move, ...]:
         """What was turned and why; the latest moves, oldest first."""
         return tuple(self._tuner.moves) if self._tuner is not None else ()
+
+    def open(self) -> None:
+        """Set what is pinned; called when the runtime opens.
+
+        Raises:
+            ConfigError: A value out of range.
+        """
+        for knob, value in self._pins.items():
+            self._set(knob, value)
 
     def add_generator(self, generator: TunedGenerator) -> None:
         """Tune this one; called when it opens."""
@@ -152,17 +173,25 @@ class Tuning:
         self.cpu_s += time.thread_time() - began_s
 
     def _turn(self, move: Move, services: Mapping[str, TunedGenerator]) -> None:
-        if move.knob == "partition":
-            self._divide(move.new)
-        elif move.knob == "cores":
-            for kind, rate in move.new.items():
-                self._claims[kind].set(rate=rate)
+        if move.service == "machine":
+            self._set(move.knob, move.new)
         else:
             services[move.service].turn(move)
         logger.debug("tuner: %s", move)
         if self._trace is not None:
             why, knob = str(move), f"{move.service}.{move.knob}"
             self._trace.span("tuner", "move", move.time_s, move.time_s, knob=knob, why=why)
+
+    def _set(self, knob: Knob, value: Any) -> None:
+        if knob == "partition":
+            self._divide(value)
+        elif knob == "concurrency":
+            self._claims["sim"].set(ceiling=value)
+        else:
+            for kind, rate in value.items():
+                if kind not in self._claims:
+                    raise ConfigError(f"pin: no stage {kind!r} shares the cores; these do: {', '.join(self._claims)}")
+                self._claims[kind].set(rate=rate)
 
     def _read(self, now_s: float) -> tuple[Reading, dict[str, TunedGenerator]]:
         gens = [(generator, generator.reading()) for generator in self._generators]
@@ -179,12 +208,16 @@ class Tuning:
             self._gen_units,
             self._machine.num_cores,
             tuple(
-                CoreReading(kind, claim.account.rate, claim.statistics().used) for kind, claim in self._claims.items()
+                CoreReading(kind, claim.account.rate, claim.statistics().used, claim.account.ceiling)
+                for kind, claim in self._claims.items()
             ),
+            frozenset(self._pins),
         )
         return reading, {reading.name: generator for generator, reading in gens}
 
     def _divide(self, gen_units: int) -> None:
+        if not 0 <= gen_units < self._machine.sm_units:
+            raise ConfigError(f"partition must be 0 to {self._machine.sm_units - 1} units, got {gen_units}")
         rest = self._machine.sm_units - gen_units
         self._machine.divide({"gen": gen_units, "train": rest} if gen_units else None)
         self._gen_units = gen_units

@@ -23,6 +23,7 @@ from ebrl.gen.batcher import Batcher
 from ebrl.gen.cpu import copy_weights, failure, infer
 from ebrl.gen.queue import BatchQueue
 
+MOST_LANES = 8  # that are tried: each has a copy of nothing, but its batches are smaller
 PAD_TO = (
     32  # rows; of a deterministic run: zero-padded batches of 32 give every row the same bits, whatever their number
 )
@@ -50,7 +51,7 @@ class Generator:
         Args:
             policy: A ``torch.nn.Module`` with the methods of `Policy`; copied when the service starts.
             batcher: When to launch; default: at first as soon as a lane is free, then as the tuner finds best.
-            lanes: Batches that run at once; default: one.
+            lanes: Batches that run at once; default: at first one, then as the tuner finds best.
             threads: Of torch, within a lane.
             deterministic: Take the mode of the policy, as in an evaluation.
             name: Of the service.
@@ -66,6 +67,8 @@ class Generator:
         self._batcher = batcher or Batcher()
         self._pinned: frozenset[Knob] = frozenset({"batching"}) if batcher is not None else frozenset()
         self._num_lanes = lanes or 1
+        self._choices = range(self._num_lanes, self._num_lanes + 1)
+        self._pin_lanes = lanes is not None
         self._profile = StageProfile("gen", name)
         self._turnaround = StageProfile("turnaround", name)
         self._threads = threads
@@ -88,15 +91,12 @@ class Generator:
             self._pad_to = PAD_TO
             self._batcher = replace(self._batcher, threshold=min(self._batcher.threshold, PAD_TO), max_size=PAD_TO)
         self._weights = WeightStore(copy.deepcopy(self._policy), copy.deepcopy(self._policy), copy_weights)
-        claim = runtime.claim("gen")
-        self._lanes = [
-            runtime.machine.lane("gen", f"{self.name}-{i}", claim, self._threads) for i in range(self._num_lanes)
-        ]
+        self._lanes = []
+        self._grow(runtime, self._num_lanes)
+        if runtime.claim("gen") is not None and not self._pin_lanes:
+            self._choices = range(1, 1 + min(MOST_LANES, max(1, runtime.machine.num_cores // self._threads)))
         self._queue = BatchQueue(self._batcher, self._num_lanes, self._launch, runtime.clock)
         self.request = self._queue.put
-        if runtime.machine.real:
-            for lane in self._lanes:
-                lane.run(torch.set_num_threads, self._threads, n=0)
         self._profile, self._turnaround = StageProfile("gen", self.name), StageProfile("turnaround", self.name)
         runtime.profiles.add(self._profile, self._turnaround)
         self._read(self._queue)
@@ -139,8 +139,9 @@ class Generator:
         queue = self._queue
         return GenReading(
             name=self.name,
-            batching=Batching(self._batcher.threshold, self._batcher.max_size, self._batcher.max_wait_s),
-            num_lanes=self._num_lanes,
+            batching=Batching(
+                self._batcher.threshold, self._batcher.max_size, self._batcher.max_wait_s, self._num_lanes
+            ),
             fixed_s=fit.a_s if fit is not None else 0.0,
             per_request_s=fit.b_s if fit is not None else 0.0,
             size_spread=fit.size_spread if fit is not None else 0.0,
@@ -148,13 +149,18 @@ class Generator:
             num_requests=queue.num_requests if queue is not None else 0,
             num_batches=queue.num_batches if queue is not None else 0,
             busy_s=sum(lane.busy_s for lane in self._lanes),
+            lanes=self._choices,
             pinned=self._pinned,
         )
 
     def turn(self, move: Move) -> None:
         """Turn a knob; see `ebrl.core.tuning.TunedGenerator`."""
         assert self._queue is not None
-        self._batcher = self._queue.batcher = Batcher(*move.new)
+        assert self._runtime is not None
+        threshold, max_size, max_wait_s, num_lanes = move.new
+        self._grow(self._runtime, num_lanes)
+        self._batcher, self._num_lanes = Batcher(threshold, max_size, max_wait_s), num_lanes
+        self._queue.turn(self._batcher, num_lanes)
 
     def statistics(self) -> Mapping[str, float]:
         """Batches, requests and their rate, mean size, the rule in use, queue, lane time, and which part is used."""
@@ -168,6 +174,7 @@ class Generator:
             "threshold": self._batcher.threshold,
             "max_size": self._batcher.max_size,
             "max_wait_s": self._batcher.max_wait_s,
+            "lanes": self._num_lanes,
             "waiting": len(self._queue),
             "busy_s": sum(lane.busy_s for lane in self._lanes),
             "version": self.weights.version,
@@ -185,6 +192,14 @@ class Generator:
         if self._runtime is not None:
             self._runtime.tuning.forget(self)
             await self._runtime.machine.aclose(self._lanes, deadline_s=deadline_s)
+
+    def _grow(self, runtime: Runtime, num_lanes: int) -> None:
+        """Have that many lanes at least; those that are not used cost nothing."""
+        for number in range(len(self._lanes), num_lanes):
+            lane = runtime.machine.lane("gen", f"{self.name}-{number}", runtime.claim("gen"), self._threads)
+            if runtime.machine.real:
+                lane.run(torch.set_num_threads, self._threads, n=0)
+            self._lanes.append(lane)
 
     def _read(self, queue: BatchQueue[Request]) -> dict[str, float]:
         now_s, busy_s = self._clock(), sum(lane.busy_s for lane in self._lanes)

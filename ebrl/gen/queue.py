@@ -36,17 +36,19 @@ class BatchQueue(Generic[R]):
         """Make a queue.
 
         Args:
-            batcher: The rule; may be replaced while running.
+            batcher: The rule.
             num_lanes: Batches that may run at once.
             launch: Takes a batch, the times at which its requests came, and the number of its lane; calls `release`
                 when the lane is free again.
             clock: Tells the time; default: the loop's.
         """
-        self.batcher = batcher
+        self._batcher = batcher
         self.num_batches = 0
         self.num_requests = 0
         self._launch = launch
+        self._num_lanes = num_lanes
         self._free = list(reversed(range(num_lanes)))
+        self._busy: set[int] = set()
         self._waiting: deque[R] = deque()
         self._since: deque[float] = deque()
         self._loop = asyncio.get_running_loop()
@@ -71,9 +73,19 @@ class BatchQueue(Generic[R]):
 
     def release(self, lane: int) -> None:
         """A batch has ended and its lane is free."""
-        self._free.append(lane)
-        if self._waiting and not self._armed:
-            self._arm()
+        self._busy.discard(lane)
+        if lane < self._num_lanes:
+            self._free.append(lane)
+            if self._waiting and not self._armed:
+                self._arm()
+
+    def turn(self, batcher: Batcher, num_lanes: int) -> None:
+        """Go by another rule from now on; lanes beyond `num_lanes` end the batch that they have and get no other."""
+        self._batcher = batcher
+        self._num_lanes = num_lanes
+        self._free = [lane for lane in reversed(range(num_lanes)) if lane not in self._busy]
+        if self._waiting and self._free and not self._armed:
+            self._arm()  # what waits may be enough now
 
     def close(self) -> list[R]:
         """Stop the timer and return the requests that nobody will answer."""
@@ -97,7 +109,7 @@ class BatchQueue(Generic[R]):
         if self._withdrawn:
             self._drop_cancelled()
         while self._free and waiting:
-            num, again_s = self.batcher.decide(len(waiting), self._clock() - since[0])
+            num, again_s = self._batcher.decide(len(waiting), self._clock() - since[0])
             if not num:
                 if again_s is not None:
                     self._timer = self._loop.call_later(again_s, self._look)
@@ -106,7 +118,9 @@ class BatchQueue(Generic[R]):
             came_s = [since.popleft() for _ in range(num)]
             self.num_batches += 1
             self.num_requests += num
-            self._launch(batch, came_s, self._free.pop())
+            lane = self._free.pop()
+            self._busy.add(lane)
+            self._launch(batch, came_s, lane)
 
     def _drop_cancelled(self) -> None:
         self._withdrawn = False

@@ -126,6 +126,7 @@ class EnvGroup:
             num_steps=self.env_steps,
             busy_s=sum(host.busy_s for host in self._hosts),
             num_cores=self._runtime.resources.pool("cores").units,
+            cpu_part=sum(host.times.cpu_part() for host in self._hosts) / len(self._hosts),
         )
 
     async def serve(self) -> None:

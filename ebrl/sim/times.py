@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Final
 
 from ebrl.core.meters import Latencies
@@ -18,6 +18,7 @@ SAMPLE_EVERY: Final = 17
 episodes, so that each of them and every part of an episode has its turn."""
 
 _KEPT: Final = 256
+_OLD: Final = 0.98  # weight of what was known, for each call that is added
 
 
 class CallTimes:
@@ -27,9 +28,10 @@ class CallTimes:
         due: Says whether the next step is to be timed. An iterator, since nothing that counts costs less.
         steps: Seconds per simulator step, of some calls.
         resets: Seconds of resets.
+        parts: Seconds of some calls that step, and those in which they computed.
     """
 
-    __slots__ = ("_every", "due", "resets", "steps")
+    __slots__ = ("_all_s", "_cpu_s", "_every", "due", "parts", "resets", "steps")
 
     def __init__(self, sample_every: int = SAMPLE_EVERY) -> None:
         """Make an empty one.
@@ -41,12 +43,23 @@ class CallTimes:
         self.due: Iterator[bool] = itertools.cycle([False] * (sample_every - 1) + [sample_every > 0])
         self.steps: deque[float] = deque(maxlen=_KEPT)
         self.resets: deque[float] = deque(maxlen=_KEPT)
+        self.parts: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._all_s = self._cpu_s = 0.0
+
+    def cpu_part(self) -> float:
+        """Return the part of the time of recent calls that step in which they computed and did not wait; 1: unknown."""
+        while self.parts:
+            all_s, cpu_s = self.parts.popleft()
+            self._all_s, self._cpu_s = _OLD * self._all_s + all_s, _OLD * self._cpu_s + cpu_s
+        return min(1.0, self._cpu_s / self._all_s) if self._all_s else 1.0
 
     def step(self, simulator: Simulator, actions: Array, finite: bool) -> StepResult:
         """Step a simulator, and note the time of one step of the chunk; called on its lane."""
-        began_s = perf_counter()
+        began_s, began_cpu_s = perf_counter(), thread_time()
         result = simulator.step(actions, finite)
-        self.steps.append((perf_counter() - began_s) / len(result.rewards))
+        took_s = perf_counter() - began_s
+        self.steps.append(took_s / len(result.rewards))
+        self.parts.append((took_s, thread_time() - began_cpu_s))
         return result
 
     def reset(self, simulator: Simulator, seed: int) -> tuple[Observation, dict[str, Any]]:
