@@ -15,7 +15,7 @@ import pytest
 
 from ebrl.core.errors import Closed, ConfigError, PoolError
 from ebrl.core.machine import LocalMachine
-from ebrl.core.protocols import Lane
+from ebrl.core.protocols import Lane, Machine
 from ebrl.core.runtime import LEAST_S, SWITCH_INTERVAL_S, YOUNG_THRESHOLD, Runtime
 from ebrl.core.testing import settle
 from ebrl.core.virtual_gpu import GpuModel
@@ -250,6 +250,22 @@ def test_the_settings_of_the_interpreter_are_restored(error: Exception | None) -
 async def test_the_pools_of_a_runtime() -> None:
     runtime = Runtime(VirtualMachine({}, num_cores=3))
     assert runtime.resources.pool("cores").units == 3
+
+
+@pytest.mark.parametrize("machine", [LocalMachine(1), VirtualMachine({})], ids=["real", "model"])
+def test_pools_tell_the_time_as_their_runtime_does(machine: Machine) -> None:
+    async def main() -> None:
+        async with Runtime(machine) as rt:
+            for name in ("cores", "memory"):
+                before_s, now_s, after_s = rt.clock(), rt.resources.pool(name).clock(), rt.clock()
+                assert before_s <= now_s <= after_s
+
+    class Other(asyncio.SelectorEventLoop):
+        def time(self) -> float:
+            return super().time() + 1e6  # its own zero, so that its clock cannot be taken for the monotonic one
+
+    with asyncio.Runner(loop_factory=Other) as runner:
+        runner.run(main())
 
 
 class Stuck(Recording):

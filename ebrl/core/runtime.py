@@ -88,8 +88,11 @@ class Runtime:
         self.seed = seed
         self.deterministic = deterministic
         self.trace = trace
-        cores, memory = Pool("cores", self.machine.num_cores), Pool("memory", self.machine.memory_mib)
-        sm = [Pool("sm", self.machine.sm_units)] if self.machine.sm_units else []
+        self.clock: Callable[[], float] = time.monotonic
+        clock = self.clock if self.machine.real else None  # that of a model's loop is not known yet: pools look for it
+        cores = Pool("cores", self.machine.num_cores, clock=clock)
+        memory = Pool("memory", self.machine.memory_mib, clock=clock)
+        sm = [Pool("sm", self.machine.sm_units, clock=clock)] if self.machine.sm_units else []
         self.resources = ResourceManager([cores, memory, *sm])
         self._claims = {
             kind: TokenBucket(kind, cores, rate=part * cores.units)
@@ -100,7 +103,6 @@ class Runtime:
             self.machine, self.resources, self.spawn, self._claims, trace, enabled=tune and not deterministic
         )
         self.profiles = Profiles(self.machine, load(Path(profile)) if isinstance(profile, str | Path) else profile)
-        self.clock: Callable[[], float] = time.monotonic
         self._grace_s = grace_s
         self._scope = Scope()
         self._exit = AsyncExitStack()
