@@ -24,7 +24,7 @@ from ebrl.core.pools import Pool, ResourceManager
 from ebrl.core.profile_file import SavedProfiles, load
 from ebrl.core.profiles import Profiles
 from ebrl.core.protocols import Machine, Service
-from ebrl.core.scope import Scope, finish
+from ebrl.core.scope import Scope, finish, heeding_callbacks
 from ebrl.core.tokens import TokenBucket
 from ebrl.core.trace import Trace
 from ebrl.core.tuning import Tuning
@@ -42,7 +42,7 @@ MAX_GROWTH = 10_000  # more objects than before that start one between updates
 
 
 class Runtime:
-    """Where services live.
+    """Where services live. The first error in one of their tasks, or in a callback of the loop, ends them all.
 
     Example::
 
@@ -118,6 +118,7 @@ class Runtime:
             raise ConfigError(UNGUARDED)
         if not self.machine.real:
             self.clock = asyncio.get_running_loop().time
+        self._exit.enter_context(heeding_callbacks(self._scope))
         await self._exit.enter_async_context(self._scope)
         self._tune_interpreter()
         self._exit.push_async_callback(self._close)
