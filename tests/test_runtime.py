@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -359,3 +360,17 @@ async def test_a_group_waits_for_the_memory_of_another() -> None:
         await second.run_episodes([1])
         assert memory.statistics().holding == {"second": 600}
     assert memory.statistics().free == 1000
+
+
+@virtually
+async def test_a_gpu_is_left_undivided_for_the_next_runtime() -> None:
+    machine = sharing_machine()
+    assert machine.gpu is not None
+    for outcome in (nullcontext(), pytest.raises(ExceptionGroup)):
+        with outcome as caught:
+            async with Runtime(machine):
+                assert machine.gpu.partition is None
+                machine.divide({"gen": 2, "train": 6})  # as the tuner does
+                if caught is not None:
+                    raise ValueError("body")
+    assert machine.gpu.partition is None

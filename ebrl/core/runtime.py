@@ -121,6 +121,8 @@ class Runtime:
         self._exit.enter_context(heeding_callbacks(self._scope))
         await self._exit.enter_async_context(self._scope)
         self._tune_interpreter()
+        if self.machine.sm_units:
+            self._exit.callback(self.machine.divide, None)  # the next runtime of this machine knows of no division
         self._exit.push_async_callback(self._close)
         self._state = "open"
         return self
