@@ -33,14 +33,18 @@ def main() -> int:
     args = arguments()
     span, repeats = (Span(0.1, 0.2), 1) if args.smoke else (Span(args.warmup, args.seconds), args.repeats)
     ask = Ask(args.seed, args.smoke, span, repeats, Setting(args.burn, args.policy))
-    result = SUITES[args.suite](ask)
-    print("\n".join(result.lines))
-    return finish("rollout", args, result.checks, result.data)
+    checks, data = [], {}
+    for name in list(SUITES) if args.smoke else [args.suite]:
+        result = SUITES[name](ask)
+        print("\n".join(result.lines))
+        checks += result.checks
+        data[name] = result.data
+    return finish("rollout", args, checks, data)
 
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--suite", choices=list(SUITES), default="W", help="what is asked")
+    made.add_argument("--suite", choices=list(SUITES), default="W", help="what is asked; --smoke runs all of them")
     made.add_argument("--warmup", type=float, default=10.0, help="seconds of every run that do not count")
     made.add_argument("--seconds", type=float, default=30.0, help="seconds of every run that do")
     made.add_argument("--repeats", type=int, default=1, help="of every run, interleaved")

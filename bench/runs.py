@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +25,8 @@ from ebrl.core.readings import Move
 S = TypeVar("S")
 T = TypeVar("T")
 PATIENT_S = 1e4  # a fixed threshold waits for its requests
+MANY = 50  # runs that may take long enough for somebody to wonder
+TELL_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -180,9 +183,19 @@ def on_all_cores(fn: Callable[[S], T], items: Iterable[S]) -> list[T]:
     todo = list(items)
     workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     if workers == 1 or len(todo) == 1:
-        return [fn(item) for item in todo]
+        return list(counted(map(fn, todo), len(todo)))
     with ProcessPoolExecutor(workers) as pool:
-        return list(pool.map(fn, todo, chunksize=max(1, min(8, len(todo) // (4 * workers)))))
+        return list(counted(pool.map(fn, todo, chunksize=max(1, min(8, len(todo) // (4 * workers)))), len(todo)))
+
+
+def counted(results: Iterable[T], num: int, clock: Callable[[], float] = time.monotonic) -> Iterator[T]:
+    """Yield results; where many are to come, say on stderr now and then how many there are."""
+    told_s = clock()
+    for number, result in enumerate(results, 1):
+        if num >= MANY and clock() - told_s >= TELL_EVERY_S:
+            told_s = clock()
+            print(f"{number} of {num} runs", file=sys.stderr, flush=True)
+        yield result
 
 
 def by_scheduler(outcomes: Iterable[Outcome]) -> dict[str, Outcome]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
+from bench.runs import counted
 from tests.helpers import ROOT
 
 SCRIPTS = sorted(path for path in (ROOT / "bench").glob("*.py") if 'if __name__ == "__main__":' in path.read_text())
@@ -34,6 +36,22 @@ def test_a_smoke_run_ends_well_and_prints_its_record(name: str) -> None:
     assert record.keys() == {"bench", "git", "seed", "machine", "checks", "data"}
     assert (record["bench"], record["seed"], record["checks"]) == (name, 3, [])
     assert record["data"]
+
+
+@pytest.mark.parametrize(
+    ("num", "told"), [(49, []), (50, ["13 of 50 runs", "23 of 50 runs", "33 of 50 runs", "43 of 50 runs"])]
+)
+def test_many_runs_are_counted_on_stderr(num: int, told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+
+    def results() -> Iterator[int]:
+        nonlocal now_s
+        for number in range(num):
+            now_s += 1.0 if number > 2 else 0.0
+            yield number
+
+    assert list(counted(results(), num, lambda: now_s)) == list(range(num))
+    assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in told))
 
 
 @pytest.mark.parametrize("name", BENCHES)

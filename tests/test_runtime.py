@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from ebrl.core.errors import Closed, ConfigError, PoolError
 from ebrl.core.machine import LocalMachine
-from ebrl.core.protocols import Lane
+from ebrl.core.protocols import Lane, Machine
 from ebrl.core.runtime import LEAST_S, SWITCH_INTERVAL_S, YOUNG_THRESHOLD, Runtime
 from ebrl.core.testing import settle
 from ebrl.core.virtual_gpu import GpuModel
@@ -252,6 +253,22 @@ async def test_the_pools_of_a_runtime() -> None:
     assert runtime.resources.pool("cores").units == 3
 
 
+@pytest.mark.parametrize("machine", [LocalMachine(1), VirtualMachine({})], ids=["real", "model"])
+def test_pools_tell_the_time_as_their_runtime_does(machine: Machine) -> None:
+    async def main() -> None:
+        async with Runtime(machine) as rt:
+            for name in ("cores", "memory"):
+                before_s, now_s, after_s = rt.clock(), rt.resources.pool(name).clock(), rt.clock()
+                assert before_s <= now_s <= after_s
+
+    class Other(asyncio.SelectorEventLoop):
+        def time(self) -> float:
+            return super().time() + 1e6  # its own zero, so that its clock cannot be taken for the monotonic one
+
+    with asyncio.Runner(loop_factory=Other) as runner:
+        runner.run(main())
+
+
 class Stuck(Recording):
     """A service whose only call does not return before the test says so."""
 
@@ -343,3 +360,17 @@ async def test_a_group_waits_for_the_memory_of_another() -> None:
         await second.run_episodes([1])
         assert memory.statistics().holding == {"second": 600}
     assert memory.statistics().free == 1000
+
+
+@virtually
+async def test_a_gpu_is_left_undivided_for_the_next_runtime() -> None:
+    machine = sharing_machine()
+    assert machine.gpu is not None
+    for outcome in (nullcontext(), pytest.raises(ExceptionGroup)):
+        with outcome as caught:
+            async with Runtime(machine):
+                assert machine.gpu.partition is None
+                machine.divide({"gen": 2, "train": 6})  # as the tuner does
+                if caught is not None:
+                    raise ValueError("body")
+    assert machine.gpu.partition is None

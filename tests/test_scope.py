@@ -65,6 +65,21 @@ async def test_errors_of_several_children_leave_together() -> None:
 
 
 @virtually
+async def test_an_error_from_outside_of_all_tasks_ends_everybody_once() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with Scope() as scope:
+            child = scope.start(asyncio.Event().wait(), "child")
+            assert scope.fail(ValueError("first"))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                assert not scope.fail(ValueError("it ends already"))
+    assert [repr(error) for error in caught.value.exceptions] == ["ValueError('first')"]
+    assert child.cancelled()
+    assert not scope.fail(ValueError("it has ended"))
+
+
+@virtually
 async def test_an_error_of_the_owner_ends_the_children() -> None:
     log: list[str] = []
     with pytest.raises(ExceptionGroup) as caught:

@@ -22,8 +22,9 @@ from ebrl.gen.generator import Generator
 from ebrl.sim.context import EnvContext
 from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup
+from ebrl.train.trainer import Trainer
 from tests.helpers import leaves, scripted_spec, virtually
-from tests.pipeline import FIXED, SPEC, Laws, rig
+from tests.pipeline import FIXED, SPEC, CountingLearner, Laws, rig
 
 # What is measured.
 
@@ -113,6 +114,20 @@ def test_a_request_that_was_given_up_does_not_belong_to_the_turn_around() -> Non
             assert set(r.gen.reading().latencies_s.tolist()) == {0.125}
 
     run_virtual(main())
+
+
+@virtually
+async def test_updates_are_timed_by_the_clock_of_the_runtime() -> None:
+    time = asyncio.get_running_loop().time
+    async with Runtime(VirtualMachine({"train": lambda n, rng: 2.0})) as rt:
+        rt.clock = lambda: time() + 1e6
+        gen = rt.start(Generator(ScriptedPolicy(SPEC)))
+        envs = rt.start(EnvGroup(SPEC, actor=gen, count=4))
+        trainer = rt.start(Trainer(envs, CountingLearner(ScriptedPolicy(SPEC), 8), updates=3))
+        assert (trainer.reading().update_s, trainer.reading().updated_s) == (0.0, 1e6)
+        reports = [report async for report in trainer]
+        assert (trainer.reading().update_s, trainer.reading().updated_s) == (2.0, 1e6 + 6.0)
+    assert [(report.elapsed_s, report.update_s) for report in reports] == [(2.0, 2.0), (4.0, 2.0), (6.0, 2.0)]
 
 
 # A GPU that generation and training share.

@@ -154,8 +154,7 @@ class Rate:
         elapsed_s = time_s - self._last_s
         if elapsed_s <= 0.0:
             return
-        kept = exp(-elapsed_s / self._window_s)
-        weight = -self._window_s * expm1(-elapsed_s / self._window_s) / elapsed_s  # the mean of the weights
+        kept, weight = _fading(elapsed_s, self._window_s)
         self._num = self._num * kept + (count - self._count) * weight
         self._last_s, self._count = time_s, count
 
@@ -211,17 +210,21 @@ class Utilisation:
         elapsed_s = time_s - self._last_s
         if elapsed_s <= 0.0:
             return
-        fresh_s = -self._window_s * expm1(-elapsed_s / self._window_s)  # the integral of the weights
-        kept = exp(-elapsed_s / self._window_s)
+        kept, weight = _fading(elapsed_s, self._window_s)
         worked_s = max(0.0, busy_s - self._last_busy_s)
-        self._busy_s = self._busy_s * kept + worked_s * fresh_s / elapsed_s
-        self._available_s = self._available_s * kept + capacity * fresh_s
+        self._busy_s = self._busy_s * kept + worked_s * weight
+        self._available_s = self._available_s * kept + capacity * elapsed_s * weight
         self._last_s, self._last_busy_s = time_s, busy_s
 
     @property
     def value(self) -> float:
         """As of the last reading; 0 before the second, or without capacity."""
         return self._busy_s / self._available_s if self._available_s else 0.0
+
+
+def _fading(elapsed_s: float, window_s: float) -> tuple[float, float]:
+    """Return what is left of weights after a time, and the mean weight of what came evenly within it."""
+    return exp(-elapsed_s / window_s), -window_s * expm1(-elapsed_s / window_s) / elapsed_s
 
 
 def _checked(window_s: float, owner: str) -> float:

@@ -25,7 +25,7 @@ from ebrl.core.profile_file import SavedProfiles, load
 from ebrl.core.profiles import Profiles
 from ebrl.core.protocols import Machine, Service
 from ebrl.core.readings import Knob
-from ebrl.core.scope import Scope, finish
+from ebrl.core.scope import Scope, finish, heeding_callbacks
 from ebrl.core.tokens import TokenBucket
 from ebrl.core.trace import Trace
 from ebrl.core.tuning import Tuning
@@ -43,7 +43,7 @@ MAX_GROWTH = 10_000  # more objects than before that start one between updates
 
 
 class Runtime:
-    """Where services live.
+    """Where services live. The first error in one of their tasks, or in a callback of the loop, ends them all.
 
     Example::
 
@@ -95,8 +95,11 @@ class Runtime:
         self.seed = seed
         self.deterministic = deterministic
         self.trace = trace
-        cores, memory = Pool("cores", self.machine.num_cores), Pool("memory", self.machine.memory_mib)
-        sm = [Pool("sm", self.machine.sm_units)] if self.machine.sm_units else []
+        self.clock: Callable[[], float] = time.monotonic
+        clock = self.clock if self.machine.real else None  # that of a model's loop is not known yet: pools look for it
+        cores = Pool("cores", self.machine.num_cores, clock=clock)
+        memory = Pool("memory", self.machine.memory_mib, clock=clock)
+        sm = [Pool("sm", self.machine.sm_units, clock=clock)] if self.machine.sm_units else []
         self.resources = ResourceManager([cores, memory, *sm])
         self._claims = {
             kind: TokenBucket(kind, cores, rate=part * cores.units)
@@ -113,7 +116,6 @@ class Runtime:
             pins=pin,
         )
         self.profiles = Profiles(self.machine, load(Path(profile)) if isinstance(profile, str | Path) else profile)
-        self.clock: Callable[[], float] = time.monotonic
         self._grace_s = grace_s
         self._scope = Scope()
         self._exit = AsyncExitStack()
@@ -129,9 +131,12 @@ class Runtime:
             raise ConfigError(UNGUARDED)
         if not self.machine.real:
             self.clock = asyncio.get_running_loop().time
-        self.tuning.open()
+        self.tuning.open()  # may refuse a pin: before there is anything to close
+        self._exit.enter_context(heeding_callbacks(self._scope))
         await self._exit.enter_async_context(self._scope)
         self._tune_interpreter()
+        if self.machine.sm_units:
+            self._exit.callback(self.machine.divide, None)  # the next runtime of this machine knows of no division
         self._exit.push_async_callback(self._close)
         self._state = "open"
         return self

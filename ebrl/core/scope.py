@@ -7,9 +7,11 @@ A scope is an `asyncio.TaskGroup` whose owner's exit ends its children. TaskGrou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import traceback
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -60,6 +62,20 @@ class Scope:
         task.add_done_callback(self._tasks.pop)
         return task
 
+    def fail(self, error: BaseException) -> bool:
+        """End as if a child had raised `error`; for what is raised outside of all tasks.
+
+        Returns:
+            False: the scope has ended, or ends because of another error.
+        """
+        failing = _fail(error)
+        try:
+            self.start(failing, "callback")
+        except RuntimeError:
+            failing.close()
+            return False
+        return True
+
     def cancel(self) -> None:
         """Cancel all children; they are awaited when the block is left."""
         for task in list(self._tasks):
@@ -70,3 +86,40 @@ class Scope:
     ) -> None:
         self.cancel()
         await self._group.__aexit__(kind, error, traceback)
+
+
+@contextmanager
+def heeding_callbacks(scope: Scope) -> Iterator[None]:
+    """Let what the library raises in a callback of the running loop end `scope`.
+
+    asyncio only logs it, and whoever waits for what the callback did not do would wait for ever. Callbacks that never
+    enter the library are none of its business: they are logged as before.
+    """
+    loop = asyncio.get_running_loop()
+    outer = loop.get_exception_handler()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "handle" in context and error is not None and _is_ours(error) and scope.fail(error):
+            return
+        if outer is not None:
+            outer(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+    try:
+        yield
+    finally:
+        loop.set_exception_handler(outer)
+
+
+def _is_ours(error: BaseException) -> bool:
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__", "").startswith("ebrl.") for frame in frames)
+
+
+async def _fail(error: BaseException) -> NoReturn:
+    if isinstance(error, asyncio.CancelledError):  # would only end this task, as if somebody had cancelled it
+        raise RuntimeError(f"{error!r} left a callback of the loop") from error
+    raise error

@@ -82,7 +82,7 @@ class Trainer:
     def open(self, runtime: Runtime) -> None:
         """Take a lane and open the group's credit; called by `Runtime.start`."""
         self._runtime = runtime
-        self._began_s = self._updated_s = asyncio.get_running_loop().time()
+        self._began_s = self._updated_s = runtime.clock()
         self._assembler = Assembler(
             self._learner.batch_size, self.max_lag, canonical=runtime.deterministic and self.max_lag == 0
         )
@@ -148,7 +148,7 @@ class Trainer:
         lane, runtime = self._lane, self._runtime
         if lane is None or runtime is None:
             raise Closed(f"{self.name} is not running: iterate over rt.start(trainer) inside its runtime")
-        clock = asyncio.get_running_loop().time
+        clock = runtime.clock
         hungry_s = clock()
         batch = await self._next_batch()
         update_s = clock()
