@@ -197,6 +197,7 @@ class Segment:
 
     Attributes:
         reason: Why it was cut here.
+        advantage: Of its episode relative to its group, for algorithms that learn from that; None without groups.
     """
 
     env: int
@@ -204,6 +205,7 @@ class Segment:
     decisions: list[Decision]
     last_obs: Observation
     reason: Reason
+    advantage: float | None = None
 
 
 @dataclass(slots=True)
@@ -212,10 +214,12 @@ class TrainBatch:
 
     Attributes:
         version: Of the learner when the batch was taken; ``lag = version - decision.version``.
+        weights: ``[B]`` that decisions count with, mean 1, in the order of `decisions`; None: all the same.
     """
 
     segments: list[Segment]
     version: int
+    weights: NDArray[np.float64] | None = None
 
     @property
     def decisions(self) -> list[Decision]:
@@ -242,6 +246,7 @@ class Episode:
         success: Whether ``info`` reported success at any step; None if it never said.
         duration_s: Loop time from reset to end.
         version: Of the weights that made its last decision.
+        task: What the policy was asked to do.
     """
 
     env: int
@@ -253,6 +258,7 @@ class Episode:
     success: bool | None
     duration_s: float
     version: int
+    task: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +274,7 @@ class UpdateReport:
         update_s: Of this update: in the learner.
         lag_mean: Versions, over the batch.
         lag_max: Versions, over the batch.
+        lag_counts: Decisions of the batch by lag: of entry i, those that were i versions behind.
         metrics: What the learner measured (losses, ratios, gradients).
         episodes: Finished since the last report.
         dropped: Decisions dropped since the run began, by reason.
@@ -281,6 +288,7 @@ class UpdateReport:
     update_s: float
     lag_mean: float
     lag_max: int
+    lag_counts: tuple[int, ...]
     metrics: Mapping[str, float]
     episodes: tuple[Episode, ...]
     dropped: Mapping[str, int]

@@ -341,7 +341,7 @@ def _end_episode(env: EnvContext, why: str) -> None:
     env._needs_reset = why
     decision, recorder = env.recorder.current, env.recorder
     version = env.version if decision is None else decision.version
-    env._group.finish(env.meter.end(env.index, env._loop.time(), recorder.num_decisions, version))
+    env._group.finish(env.meter.end(env.index, env.task, env._loop.time(), recorder.num_decisions, version))
 
 
 def _span(env: EnvContext, name: str) -> None:

@@ -46,7 +46,7 @@ class EpisodeMeter:
         self.total_reward = 0.0
         self.success: bool | None = None
 
-    def end(self, env: int, now_s: float, num_decisions: int, version: int) -> Episode:
+    def end(self, env: int, task: str, now_s: float, num_decisions: int, version: int) -> Episode:
         """Return the episode."""
         return Episode(
             env=env,
@@ -58,6 +58,7 @@ class EpisodeMeter:
             success=self.success,
             duration_s=now_s - self.began_s,
             version=version,
+            task=task,
         )
 
     def see(self, info: dict[str, Any]) -> None:

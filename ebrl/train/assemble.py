@@ -140,8 +140,8 @@ def cut_after(segment: Segment, num: int) -> tuple[Segment, Segment]:
     """Split into the first `num` decisions, which bootstrap from the observation that follows, and the rest."""
     head, tail = segment.decisions[:num], segment.decisions[num:]
     return (
-        Segment(segment.env, segment.task, head, tail[0].obs, "split"),
-        Segment(segment.env, segment.task, tail, segment.last_obs, segment.reason),
+        Segment(segment.env, segment.task, head, tail[0].obs, "split", segment.advantage),
+        Segment(segment.env, segment.task, tail, segment.last_obs, segment.reason, segment.advantage),
     )
 
 
@@ -156,10 +156,10 @@ def split_at(segment: Segment, unwanted: Callable[[Decision], bool]) -> list[Seg
         if not flag:
             run.append(decision)
         elif run:
-            pieces.append(Segment(segment.env, segment.task, run, decision.obs, "split"))
+            pieces.append(Segment(segment.env, segment.task, run, decision.obs, "split", segment.advantage))
             run = []
     if run:
-        pieces.append(Segment(segment.env, segment.task, run, segment.last_obs, segment.reason))
+        pieces.append(Segment(segment.env, segment.task, run, segment.last_obs, segment.reason, segment.advantage))
     return pieces
 
 

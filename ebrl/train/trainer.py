@@ -207,6 +207,7 @@ class Trainer:
             update_s=update_s,
             lag_mean=float(lags.mean()),
             lag_max=int(lags.max()),
+            lag_counts=tuple(np.bincount(lags).tolist()),
             metrics=metrics,
             episodes=tuple(self._envs.take_episodes()),
             dropped=dict(self._envs.admission.ledger().dropped),
