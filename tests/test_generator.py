@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ebrl.core.errors import Closed, ConfigError, PolicyError
+from ebrl.core.machine import LocalMachine
 from ebrl.core.protocols import PolicyOut
+from ebrl.core.readings import Batching, Move
 from ebrl.core.records import ActionOut, Array, Observation
 from ebrl.core.rng import Domain, NoiseStream, stream
 from ebrl.core.runtime import Runtime
@@ -60,7 +63,8 @@ class Ask:
 class Bench:
     """A generator whose batches are written down: when each began, and how large it was."""
 
-    def __init__(self, gen: Generator) -> None:
+    def __init__(self, runtime: Runtime, gen: Generator) -> None:
+        self.runtime = runtime
         self.gen = gen
         self.batches: list[tuple[float, int]] = []
 
@@ -82,8 +86,7 @@ async def bench(
         return batch_s
 
     async with Runtime(VirtualMachine({"gen": law}, servers={"gen": servers})) as rt:
-        found = Bench(Generator(policy or ScriptedPolicy(SPEC), **options))
-        rt.start(found.gen)
+        found = Bench(rt, rt.start(Generator(policy or ScriptedPolicy(SPEC), **options)))
         yield found
 
 
@@ -379,6 +382,129 @@ def test_numbers_out_of_range(name: str) -> None:
     options: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match=rf"Generator\.{name} must be at least 1, got 0"):
         Generator(ScriptedPolicy(SPEC), **options)
+
+
+# Lanes that come and go, and another life.
+
+
+def turn(gen: Generator, num_lanes: int, threshold: int = 1) -> None:
+    old = gen.reading().batching
+    new = Batching(threshold, 256, 100.0, num_lanes)
+    gen.turn(Move(0.0, gen.name, "lanes", old, new, "", 0.0))
+
+
+@virtually
+async def test_lanes_that_are_added_run_batches_at_once_and_those_taken_away_end_theirs() -> None:
+    async with bench(servers=8) as b:
+        turn(b.gen, 3)
+        asks = []
+        for env in range(4):
+            asks += b.ask(env)
+            await settle()
+        assert [len(b.batches), b.gen.statistics()["lanes"]] == [3, 3]
+        turn(b.gen, 1)
+        await asyncio.sleep(0.5)
+        asks += b.ask(4)
+        await asyncio.sleep(5)
+        assert b.batches == [(0.0, 1), (0.0, 1), (0.0, 1), (1.0, 2)]
+        assert all(ask.future.done() for ask in asks)
+        assert b.gen.statistics()["busy_s"] == 4.0, "those that are not used any more count too"
+
+
+@virtually
+async def test_another_life_begins_as_described_and_within_what_its_machine_has() -> None:
+    gen = Generator(ScriptedPolicy(SPEC))
+    cpu = VirtualMachine({}, num_cores=4, on_cores=("sim", "gen"))
+    async with Runtime(cpu) as rt:
+        for _ in range(2):
+            rt.start(gen)
+            assert gen.reading().batching == Batching(1, 256, 0.01, 1)
+            assert gen.reading().lanes == range(1, 5)
+            turn(gen, 4, threshold=7)
+            assert gen.reading().batching.num_lanes == 4
+            await rt.stop(gen)
+    async with Runtime(VirtualMachine({}, num_cores=4)) as rt:
+        rt.start(gen)
+        assert (gen.reading().batching.num_lanes, gen.reading().lanes) == (1, range(1, 2))
+
+
+@virtually
+async def test_a_deterministic_life_leaves_the_next_one_as_it_is() -> None:
+    sizes: list[int] = []
+
+    class Sized(ScriptedPolicy):
+        def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+            sizes.append(len(noise))
+            return super().act(batch, noise, deterministic)
+
+    gen = Generator(Sized(SPEC))
+    for deterministic, most in ((True, 32), (False, 256)):
+        async with Runtime(VirtualMachine({}), deterministic=deterministic) as rt:
+            rt.start(gen)
+            ask = Ask(0)
+            gen.request(ask)
+            await ask.future
+            assert gen.reading().batching.max_size == most
+    assert sizes == [32, 1]
+
+
+@virtually
+async def test_a_batch_of_an_earlier_life_frees_no_lane_of_this_one() -> None:
+    async with bench(servers=8) as b:
+        asks = b.ask(0)
+        await asyncio.sleep(0.5)
+        await b.runtime.stop(b.gen)
+        b.runtime.start(b.gen)
+        asks += b.ask(1)
+        await asyncio.sleep(0.6)
+        for env in (2, 3):  # the first batch has ended, and the second one runs
+            asks += b.ask(env)
+            await settle()
+        await asyncio.gather(*(ask.future for ask in asks))
+    assert b.batches == [(0.0, 1), (0.5, 1), (1.5, 2)]
+
+
+@virtually
+async def test_a_batch_that_waits_for_a_core_at_the_end_is_refused() -> None:
+    async with Runtime(VirtualMachine({}, num_cores=1, on_cores=("sim", "gen"))) as rt:
+        gen = rt.start(Generator(ScriptedPolicy(SPEC)))
+        service: BatchService[int, int] = rt.start(BatchService(list))
+        lease = await rt.resources.pool("cores").acquire(1, "somebody")
+        ask = Ask(0)
+        gen.request(ask)
+        asked = asyncio.ensure_future(service(1))
+        await settle()
+        await rt.stop(gen)
+        await rt.stop(service)
+        with pytest.raises(Closed, match="gen has ended"):
+            await ask.future
+        with pytest.raises(Closed, match="service has ended"):
+            await asked
+        lease.release()
+
+
+def test_threads_of_lanes_end_with_their_generator_whatever_is_used_of_them() -> None:
+    async def main() -> None:
+        async with Runtime(LocalMachine(4)) as rt:
+            gen = Generator(ScriptedPolicy(SPEC))
+            for _ in range(2):
+                rt.start(gen)
+                for num_lanes in (3, 1, 2):
+                    turn(gen, num_lanes)
+                    asks = [Ask(env) for env in range(6)]
+                    for ask in asks:
+                        gen.request(ask)
+                        await asyncio.sleep(0)  # a batch of its own, if a lane is free
+                    await asyncio.gather(*(ask.future for ask in asks))
+                assert lane_threads() == {"ebrl-gen-0", "ebrl-gen-1", "ebrl-gen-2"}
+                await rt.stop(gen)
+                assert lane_threads() == set()
+
+    asyncio.run(main())
+
+
+def lane_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("ebrl-gen")}
 
 
 # Any function as a service.

@@ -65,3 +65,13 @@ def test_the_update_in_which_a_knob_was_turned_belongs_to_neither_side() -> None
     assert trial.ready(training(1001, 5, 50.0))
     assert trial.rates() == (10.0, 20.0)
     assert trial.paid(0.02)
+
+
+@pytest.mark.parametrize(("steps", "paid"), [(0, False), (25, False), (40, True), (79, True)])
+def test_when_patience_ends_a_trial_is_judged_by_what_was_done(steps: int, paid: bool) -> None:
+    trial = Trial.of(MOVE, stepping(0, 0), stepping(100, 100))
+    assert trial is not None
+    assert not trial.ready(stepping(100 + PATIENCE_S, 100 + steps))
+    assert trial.ready(stepping(101 + PATIENCE_S, 100 + steps))
+    assert trial.rates() == pytest.approx((1.0, steps / (1 + PATIENCE_S)))
+    assert trial.paid(0.02) is paid

@@ -73,6 +73,8 @@ def _best(gen: GenReading, num_envs: int, num_lanes: int, limit: Limit) -> _Best
     mine = min(old.threshold, num_envs)
     found = forecast(loop, np.array([mine], np.int64) if pinned else candidates(num_envs, mine))
     rates = np.minimum(found.rates, limit(found.batches))
+    if pinned:  # the model takes what waits, and a rule that stays may allow less
+        rates = np.minimum(rates, _most(loop, old))
     rule = old._replace(num_lanes=num_lanes) if pinned else _rule(loop, found, rates)
     return _Best(rule, float(rates[found.index(rule.threshold)]), _gain(found, rates, old, rule, loop))
 
@@ -83,14 +85,18 @@ def _rule(loop: Loop, found: Forecast, rates: Numbers) -> Batching:
     return Batching(threshold, max_size, max(1e-3, GATHER * cycle_s), loop.num_lanes)
 
 
+def _most(loop: Loop, rule: Batching) -> float:
+    """Return decisions per second of lanes that are always busy with the largest batches of a rule."""
+    return loop.num_lanes * rule.max_size / max(loop.fixed_s + loop.per_request_s * rule.max_size, 1e-12)
+
+
 def _gain(found: Forecast, rates: Numbers, old: Batching, new: Batching, loop: Loop) -> float:
     """Return the relative gain of a rule; what busy lanes lose by uneven batches is guessed: the model cannot see it.
 
     See `best_rule`: up to 4 % with one lane and 15 % with several were seen in simulations. Nor does it see that the
     batches of the old rule may be too small for what is there.
     """
-    largest_s = loop.fixed_s + loop.per_request_s * old.max_size
-    before = min(float(rates[found.index(old.threshold)]), loop.num_lanes * old.max_size / max(largest_s, 1e-12))
+    before = min(float(rates[found.index(old.threshold)]), _most(loop, old))
     gain = float(rates[found.index(new.threshold)]) / before - 1.0
     close = 0.5 if loop.num_lanes == 1 else CLOSE  # one lane needs a threshold of a few, and which does not matter
     if old.threshold < close * min(new.threshold, found.natural):

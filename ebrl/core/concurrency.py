@@ -8,7 +8,7 @@ smaller number is tried only where all that may run do run, and a trial decides.
 
 from __future__ import annotations
 
-from ebrl.core.readings import CoreReading, Move
+from ebrl.core.readings import CoreReading, Move, Reading
 from ebrl.core.stretch import Stretch
 
 BUSY = 0.8  # part of what may run that runs, on average, above which the number matters
@@ -28,12 +28,21 @@ def fewer(stretch: Stretch) -> Move | None:
     return _move(stretch, claim, max(1, round(running * part)), reason)
 
 
-def all_again(stretch: Stretch) -> Move | None:
-    """Let all run at once, in a new regime."""
+def all_again(stretch: Stretch, chosen: Reading | None, changed_s: float) -> Move | None:
+    """Let all run at once, where another number was chosen in another regime or for other simulators.
+
+    Args:
+        stretch: What was done of late.
+        chosen: Who was there when the number was last changed; None: it never was.
+        changed_s: When the regime began.
+    """
     claim = _claim(stretch)
-    if claim is None or claim.ceiling >= stretch.now.num_cores:
+    if claim is None or chosen is None or claim.ceiling >= stretch.now.num_cores:
         return None
-    return _move(stretch, claim, stretch.now.num_cores, "they take other times than when their number was chosen")
+    known = {sim.name for sim in chosen.sims}
+    if chosen.now_s >= changed_s and all(sim.name in known for sim in stretch.now.sims if sim.num_envs):
+        return None
+    return _move(stretch, claim, stretch.now.num_cores, "their number was chosen for others, or other times")
 
 
 def _claim(stretch: Stretch) -> CoreReading | None:

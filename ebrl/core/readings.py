@@ -140,8 +140,8 @@ class Reading:
 
     @property
     def num_steps(self) -> int:
-        """Environment steps of all groups."""
-        return sum(sim.num_steps for sim in self.sims)
+        """Environment steps of the groups that run: one that nobody consumes may end unnoticed, and take its along."""
+        return sum(sim.num_steps for sim in self.sims if sim.num_envs)
 
     @property
     def progress(self) -> tuple[float, float, int]:

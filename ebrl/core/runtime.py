@@ -84,8 +84,8 @@ class Runtime:
             grace_s: How long the end may wait for running calls.
 
         Raises:
-            ConfigError: `seed` is negative or `grace_s` not positive; a pin that is no knob of this machine; or
-                `profile` is no file of profiles.
+            ConfigError: `seed` is negative or `grace_s` not positive; a pin that is no knob of this machine, or out of
+                range; or `profile` is no file of profiles.
         """
         if seed < 0:
             raise ConfigError(f"seed must not be negative, got {seed}")
@@ -131,12 +131,12 @@ class Runtime:
             raise ConfigError(UNGUARDED)
         if not self.machine.real:
             self.clock = asyncio.get_running_loop().time
-        self.tuning.open()  # may refuse a pin: before there is anything to close
         self._exit.enter_context(heeding_callbacks(self._scope))
         await self._exit.enter_async_context(self._scope)
         self._tune_interpreter()
         if self.machine.sm_units:
             self._exit.callback(self.machine.divide, None)  # the next runtime of this machine knows of no division
+        self.tuning.open()
         self._exit.push_async_callback(self._close)
         self._state = "open"
         return self

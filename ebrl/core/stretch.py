@@ -49,9 +49,9 @@ class Stretch:
         return {core.kind: core.used - before.get(core.kind, 0.0) for core in self.now.cores}
 
     def served(self, gen: GenReading) -> tuple[int, int]:
-        """Return requests and batches of a generator."""
+        """Return requests and batches of a generator, which may have begun anew meanwhile."""
         for old in self.since.gens:
-            if old.name == gen.name:
+            if old.name == gen.name and old.num_requests <= gen.num_requests:
                 return gen.num_requests - old.num_requests, gen.num_batches - old.num_batches
         return gen.num_requests, gen.num_batches
 
@@ -75,7 +75,8 @@ class Stretch:
         requests, busy_s = self.served(gen)[0], self.simulated(sims)
         if requests < LEAST_REQUESTS or busy_s <= 0.0:
             return math.inf
-        return sum(min(sim.num_cores, sim.num_envs) for sim in sims) * requests / busy_s
+        at_once = min(max(sim.num_cores for sim in sims), sum(sim.num_envs for sim in sims))  # groups share the cores
+        return at_once * requests / busy_s
 
     def core_limit(self, gen: GenReading) -> Limit | None:
         """Return decisions per second for which the cores suffice, where generation needs them too; None: any number.

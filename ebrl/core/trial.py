@@ -48,10 +48,11 @@ class Trial:
             if reading.trains and progress[2] == self.turned[2]:
                 return False
             self.began = progress if reading.trains else self.turned
-        num = progress[2] - self.began[2]
+        num, seconds = progress[2] - self.began[2], progress[1] - self.began[1]
         if num < min(enough(reading), self.num_before):
-            return False if reading.trains else progress[1] - self.began[1] > PATIENCE_S
-        if progress[1] - self.began[1] < SHORTEST_S:
+            if reading.trains or seconds <= PATIENCE_S:
+                return False
+        elif seconds < SHORTEST_S:
             return False
         self.ended = progress
         return True

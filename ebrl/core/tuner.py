@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 
 from ebrl.core.batching import plan
 from ebrl.core.concurrency import all_again, fewer
 from ebrl.core.readings import GenReading, Knob, Move, Reading, TrainReading
+from ebrl.core.regime import Regime
 from ebrl.core.sharing import Sharing, gen_units, sharing
 from ebrl.core.split import promise
 from ebrl.core.stretch import Stretch
@@ -24,33 +24,12 @@ FIRST_LOOK_S = 0.01  # after the start; then twice as long each time
 SLOWEST_LOOK_S = 1.0
 LOOK_AGAIN_S = 0.1  # after the regime has changed
 DEAD_BAND = 0.02  # relative gain that is worth a move; twice as much for each one of late
+SCATTERED = 0.1  # part of what times scatter that a forecast does, and that is not worth one either
 FEW_S = 60.0  # what was moved within it makes the next move less worth
 LEAST_LATENCIES = 32
-NEW_REGIME = math.log(1.5)  # change of service or latency, as a logarithm, beyond what they scatter
-SCATTER = 3.0  # times the usual change from one look to the next
-NEWEST_CHANGE = 0.1  # weight of the newest one in that
-SHORT_S = 1e-6  # below it, times are all alike
 LEAST_SPREAD = 0.02  # relative spread of batch sizes below which fixed and other cost cannot be told apart
 CORES_S = 10.0  # how long the use of cores is watched before they are promised anew
 REFUSED_S = 60.0  # how long a value that did not pay is left alone; twice as long each time
-
-
-@dataclass(frozen=True, slots=True)
-class _Regime:
-    """What a plan rests on: seconds of a batch of one and of a large one on an idle device, and mean latency."""
-
-    small_s: float
-    large_s: float
-    latency_s: float
-
-    def distance(self, other: _Regime) -> float:
-        """Return the largest of the logarithms of their ratios."""
-        pairs = (
-            (self.small_s, other.small_s),
-            (self.large_s, other.large_s),
-            (self.latency_s, other.latency_s),
-        )
-        return max(abs(math.log(max(a, SHORT_S) / max(b, SHORT_S))) for a, b in pairs)
 
 
 class Tuner:
@@ -64,14 +43,13 @@ class Tuner:
     def __init__(self) -> None:
         self.look_s = FIRST_LOOK_S
         self.moves: deque[Move] = deque(maxlen=256)
-        self._regimes: dict[str, _Regime] = {}
-        self._seen: dict[str, tuple[_Regime, float]] = {}  # at the last look, and how much that changes usually
+        self._regimes: dict[str, Regime] = {}
         self._changed_s = -math.inf  # when one of them did last
         self._trial: Trial | None = None
         self._refused: dict[tuple[str, Knob], tuple[float, float]] = {}  # until when, and for how long
         self._since: Reading | None = None  # when the running settings began
-        self._running: frozenset[tuple[str, str]] = frozenset()  # who was there, of those that do something
-        self._narrowed_s = -math.inf  # when the number of simulators that run at once was changed
+        self._counts: dict[tuple[str, str], int] = {}  # what was done by whoever does something
+        self._narrowed: Reading | None = None  # when the number of simulators that run at once was last changed
         self._updates: dict[str, tuple[Reading, Reading]] = {}  # per trainer: at its last two updates
 
     def decide(self, reading: Reading) -> Move | None:
@@ -83,9 +61,11 @@ class Tuner:
             self._watch(reading, gen)
         if self._trial is not None:
             return self._judge(reading)
+        assert self._since is not None
+        stretch = Stretch(self._since, reading)
         for gen in reading.gens:
             if len(gen.latencies_s) >= LEAST_LATENCIES:
-                move = self._partition(reading, gen) or self._batching(reading, gen) or self._cores(reading)
+                move = self._partition(stretch, gen) or self._batching(stretch, gen) or self._cores(stretch)
                 if move is not None:
                     return self._turn(reading, move)
         return None
@@ -93,18 +73,23 @@ class Tuner:
     # What is known.
 
     def _note_services(self, reading: Reading) -> None:
-        """Begin to measure anew when others run than before: what is counted is not the same any more."""
-        running = {("gen", gen.name) for gen in reading.gens} | {("train", train.name) for train in reading.trains}
-        running |= {("sim", sim.name) for sim in reading.sims if sim.num_envs}
-        if self._since is None or running != self._running:
-            self._running = frozenset(running)
+        """Begin to measure anew when others run than before, or one has: what is counted is not the same any more."""
+        counts = {("gen", gen.name): gen.num_requests for gen in reading.gens}
+        counts |= {("train", train.name): train.num_updates for train in reading.trains}
+        counts |= {("sim", sim.name): sim.num_steps for sim in reading.sims if sim.num_envs}
+        same = counts.keys() == self._counts.keys() and all(counts[key] >= num for key, num in self._counts.items())
+        self._counts = counts
+        if self._since is None or not same:
             self._since = reading
             self._trial = None
 
     def _note_updates(self, reading: Reading) -> None:
         for train in reading.trains:
             _, last = self._updates.get(train.name, (reading, reading))
-            if train.name not in self._updates or _of(last, train.name).num_updates < train.num_updates:
+            done = _of(last, train.name).num_updates
+            if train.name not in self._updates or train.num_updates < done:  # or it has begun anew
+                self._updates[train.name] = reading, reading
+            elif train.num_updates > done:
                 self._updates[train.name] = last, reading
 
     def _sharing(self, reading: Reading, gen: GenReading) -> Sharing | None:
@@ -123,14 +108,11 @@ class Tuner:
         slower = shared.gen_slowdown if shared is not None else 1.0
         num_envs = sum(sim.num_envs for sim in reading.of(gen))
         small_s, large_s = gen.fixed_s + gen.per_request_s, gen.fixed_s + gen.per_request_s * num_envs
-        regime = _Regime(small_s / slower, large_s / slower, float(gen.latencies_s.mean()))
-        known = self._regimes.setdefault(gen.name, regime)
-        last, usual = self._seen.get(gen.name, (regime, 0.0))
-        self._seen[gen.name] = regime, usual + NEWEST_CHANGE * (min(regime.distance(last), 1.0) - usual)
-        if regime.distance(known) < NEW_REGIME + SCATTER * usual:
+        regime = self._regimes.setdefault(gen.name, Regime())
+        if self._settling(reading, gen):
+            regime.settle()
             return
-        self._regimes[gen.name] = regime
-        if self._settling(reading):
+        if not regime.changed(small_s / slower, large_s / slower, float(gen.latencies_s.mean())):
             return
         self._changed_s = reading.now_s
         self.look_s = min(self.look_s, LOOK_AGAIN_S)
@@ -139,9 +121,15 @@ class Tuner:
         # What batches take alone is a guess while they share a device: a division that was bad may look like news.
         self._refused = {key: wait for key, wait in self._refused.items() if key[1] == "partition"}
 
-    def _settling(self, reading: Reading) -> bool:
-        """Whether the device was divided anew of late: that changes what batches take, and is no new regime."""
+    def _settling(self, reading: Reading, gen: GenReading) -> bool:
+        """Whether something was turned of late that changes by itself what is measured, which is no new regime then.
+
+        Another division of the device changes what batches take, and another number of simulators how long they wait
+        for each other, until all latencies that are known are newer.
+        """
         if self._trial is not None and self._trial.move.knob == "partition":
+            return True
+        if self._narrowed is not None and Stretch(self._narrowed, reading).served(gen)[0] < len(gen.latencies_s):
             return True
         return any(self._updates[train.name][0].gen_units != reading.gen_units for train in reading.trains)
 
@@ -150,6 +138,11 @@ class Tuner:
     def _turn(self, reading: Reading, move: Move) -> Move:
         assert self._since is not None
         self._trial = Trial.of(move, self._since, reading)
+        return self._moved(reading, move)
+
+    def _moved(self, reading: Reading, move: Move) -> Move:
+        if move.knob == "concurrency":
+            self._narrowed = reading
         self._since = reading
         self.moves.append(move)
         return move
@@ -167,22 +160,22 @@ class Tuner:
         key = move.service, move.knob
         wait_s = 2 * self._refused.get(key, (0.0, REFUSED_S / 2))[1]
         self._refused[key] = reading.now_s + wait_s, wait_s
-        self._since = reading
-        self.moves.append(back)
-        return back
+        return self._moved(reading, back)
 
     def _allowed(self, reading: Reading, service: str, knob: Knob) -> bool:
         return knob not in reading.pinned and reading.now_s >= self._refused.get((service, knob), (0.0, 0.0))[0]
 
-    def _worth(self, reading: Reading, gain: float) -> bool:
+    def _worth(self, reading: Reading, gen: GenReading, gain: float) -> bool:
         recent = sum(move.time_s > max(reading.now_s - FEW_S, self._changed_s) for move in self.moves)
-        return bool(gain > DEAD_BAND * 2.0**recent)  # it may have to be taken back
+        band = DEAD_BAND + SCATTERED * self._regimes[gen.name].scatter
+        return bool(gain > band * 2.0**recent)  # it may have to be taken back
 
     # Knobs.
 
-    def _partition(self, reading: Reading, gen: GenReading) -> Move | None:
+    def _partition(self, stretch: Stretch, gen: GenReading) -> Move | None:
         """Divide the device anew where generation and training together are the limit: a guess that must be judged."""
-        shared, stretch = self._sharing(reading, gen), self._stretch(reading)
+        reading = stretch.now
+        shared = self._sharing(reading, gen)
         if shared is None or not stretch.judges or not self._allowed(reading, "machine", "partition"):
             return None
         batch = gen.num_requests / max(gen.num_batches, 1)
@@ -190,7 +183,7 @@ class Tuner:
         rates = {units: min(ceiling, shared.limit(batch, units)) for units in gen_units(reading.sm_units)}
         best = max(rates, key=rates.__getitem__)
         gain = rates[best] / rates.get(reading.gen_units, min(ceiling, shared.limit(batch, reading.gen_units))) - 1.0
-        if best == reading.gen_units or not self._worth(reading, gain):
+        if best == reading.gen_units or not self._worth(reading, gen, gain):
             return None
         reason = (
             f"{gain:+.0%} forecast: a decision needs the device for {1e3 * shared.gen_s(batch):.3g} ms of generation "
@@ -198,19 +191,17 @@ class Tuner:
         )
         return Move(reading.now_s, "machine", "partition", reading.gen_units, best, reason, gain)
 
-    def _cores(self, reading: Reading) -> Move | None:
+    def _cores(self, stretch: Stretch) -> Move | None:
         """Let other numbers of simulators run at once, or promise the cores anew."""
-        stretch, move = self._stretch(reading), None
-        if self._allowed(reading, "machine", "concurrency"):
-            move = all_again(stretch) if self._narrowed_s < self._changed_s else None
-            move = move or fewer(stretch)
-        if move is not None:
-            self._narrowed_s = reading.now_s
-        elif stretch.seconds >= CORES_S and self._allowed(reading, "machine", "cores"):
+        move = None
+        if self._allowed(stretch.now, "machine", "concurrency"):
+            move = all_again(stretch, self._narrowed, self._changed_s) or fewer(stretch)
+        if move is None and stretch.seconds >= CORES_S and self._allowed(stretch.now, "machine", "cores"):
             move = promise(stretch)
         return move
 
-    def _batching(self, reading: Reading, gen: GenReading) -> Move | None:
+    def _batching(self, stretch: Stretch, gen: GenReading) -> Move | None:
+        reading = stretch.now
         num_envs = sum(sim.num_envs for sim in reading.of(gen))
         fixed = "batching" in gen.pinned
         if num_envs < 2 or (fixed and len(gen.lanes) < 2) or not self._allowed(reading, gen.name, "batching"):
@@ -222,11 +213,10 @@ class Tuner:
             return (
                 Move(reading.now_s, gen.name, "batching", old, half, reason, 0.0) if half != old and not fixed else None
             )
-        stretch = self._stretch(reading)
         limit = stretch.limit(gen, self._sharing(reading, gen))
         other_lanes = stretch.judges and self._allowed(reading, gen.name, "lanes")
         found = plan(gen, num_envs, limit, other_lanes=other_lanes)
-        if found.rule == old or not self._worth(reading, found.gain):
+        if found.rule == old or not self._worth(reading, gen, found.gain):
             return None
         reason = (
             f"{found.gain:+.0%} forecast: N {num_envs}, batch {1e3 * gen.fixed_s:.3g} + {1e3 * gen.per_request_s:.3g} n"
@@ -234,10 +224,6 @@ class Tuner:
         )
         knob: Knob = "batching" if found.rule.num_lanes == old.num_lanes else "lanes"
         return Move(reading.now_s, gen.name, knob, old, found.rule, reason, found.gain)
-
-    def _stretch(self, reading: Reading) -> Stretch:
-        assert self._since is not None
-        return Stretch(self._since, reading)
 
 
 def _of(reading: Reading, name: str) -> TrainReading:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -88,7 +89,7 @@ class Tuning:
             pins: Knobs of the machine that the user has set; see `Runtime`.
 
         Raises:
-            ConfigError: A pin that is no knob of this machine.
+            ConfigError: A pin that is no knob of this machine, or that it cannot be set to.
         """
         self.num_decisions = 0
         self._tuner = Tuner() if enabled else None
@@ -106,11 +107,8 @@ class Tuning:
         self._gen_units = 0
         self._due_s: float | None = None
         self._pins = dict(pins or {})
-        knobs = {"concurrency": "sim" in self._claims, "cores": bool(self._claims), "partition": machine.sm_units > 0}
-        for knob in self._pins:
-            if not knobs.get(knob):
-                possible = ", ".join(name for name, is_there in knobs.items() if is_there)
-                raise ConfigError(f"pin: {knob!r} is no knob of this machine, which has {possible or 'none'}")
+        for knob, value in self._pins.items():
+            _check_pin(knob, value, machine, list(self._claims))
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -118,11 +116,7 @@ class Tuning:
         return tuple(self._tuner.moves) if self._tuner is not None else ()
 
     def open(self) -> None:
-        """Set what is pinned; called when the runtime opens.
-
-        Raises:
-            ConfigError: A value out of range.
-        """
+        """Set what is pinned; called when the runtime opens."""
         for knob, value in self._pins.items():
             self._set(knob, value)
 
@@ -189,8 +183,6 @@ class Tuning:
             self._claims["sim"].set(ceiling=value)
         else:
             for kind, rate in value.items():
-                if kind not in self._claims:
-                    raise ConfigError(f"pin: no stage {kind!r} shares the cores; these do: {', '.join(self._claims)}")
                 self._claims[kind].set(rate=rate)
 
     def _read(self, now_s: float) -> tuple[Reading, dict[str, TunedGenerator]]:
@@ -216,8 +208,6 @@ class Tuning:
         return reading, {reading.name: generator for generator, reading in gens}
 
     def _divide(self, gen_units: int) -> None:
-        if not 0 <= gen_units < self._machine.sm_units:
-            raise ConfigError(f"partition must be 0 to {self._machine.sm_units - 1} units, got {gen_units}")
         rest = self._machine.sm_units - gen_units
         self._machine.divide({"gen": gen_units, "train": rest} if gen_units else None)
         self._gen_units = gen_units
@@ -228,3 +218,29 @@ class Tuning:
             pool = self._resources.pool("sm")
             for who, units in (("gen", gen_units), ("train", rest)):
                 pool.request(units, self._division.append, who)
+
+
+def _check_pin(knob: str, value: Any, machine: Machine, stages: Sequence[str]) -> None:
+    """Raise a `ConfigError` that says what the machine does not have, or which values there are."""
+    knobs = {"concurrency": "sim" in stages, "cores": bool(stages), "partition": machine.sm_units > 0}
+    if not knobs.get(knob):
+        names = ", ".join(name for name, is_there in knobs.items() if is_there) or "none"
+        hint = "; a Generator is told by its own arguments" if knob in ("batching", "lanes") else ""
+        raise ConfigError(f"pin: {knob!r} is no knob of this machine, which has {names}{hint}")
+    if knob == "concurrency":
+        _check_units(knob, value, 1, machine.num_cores)
+    elif knob == "partition":
+        _check_units(knob, value, 0, machine.sm_units - 1)
+    elif not isinstance(value, Mapping):
+        raise ConfigError(f"pin: {knob!r} must be units by stage ({', '.join(stages)}), got {value!r}")
+    else:
+        for stage, rate in value.items():
+            if stage not in stages:
+                raise ConfigError(f"pin: no stage {stage!r} shares the cores; these do: {', '.join(stages)}")
+            if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+                raise ConfigError(f"pin: {knob!r} of {stage!r} must be a number above 0, got {rate!r}")
+
+
+def _check_units(knob: str, value: Any, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"pin: {knob!r} must be a whole number from {least} to {most}, got {value!r}")

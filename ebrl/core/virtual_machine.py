@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -164,7 +164,6 @@ class VirtualMachine:
     """
 
     real = False
-    on_cores = frozenset({"sim"})
 
     def __init__(
         self,
@@ -172,6 +171,7 @@ class VirtualMachine:
         *,
         num_cores: int = 16,
         servers: Mapping[str, int] | None = None,
+        on_cores: Iterable[str] = ("sim",),
         gpu: GpuModel | None = None,
         memory_mib: int = 2**40,
         seed: int = 0,
@@ -180,8 +180,9 @@ class VirtualMachine:
 
         Args:
             laws: Latency law per kind of lane; a kind without one takes no time. Work of ``n=0`` takes none either.
-            num_cores: What simulators share.
-            servers: Calls of one kind that run at once; default: one, and `num_cores` for ``"sim"``.
+            num_cores: What simulators share, and whatever else is on cores.
+            servers: Calls of one kind that run at once; default: one, and `num_cores` for what is on cores.
+            on_cores: Kinds whose work takes cores: ``("sim", "gen", "train")`` for a machine without a GPU.
             gpu: What some kinds share; their laws then hold for all of it alone.
             memory_mib: What simulators share that say how much they take.
             seed: Of the latencies; every lane draws from a stream of its own.
@@ -190,7 +191,8 @@ class VirtualMachine:
         self.memory_mib = memory_mib
         self.gpu = VirtualGpu(gpu) if gpu is not None else None
         self._laws = dict(laws)
-        self._units = {"sim": num_cores, **(servers or {})}
+        self.on_cores = frozenset(on_cores)
+        self._units = {**dict.fromkeys(("sim", *self.on_cores), num_cores), **(servers or {})}
         self._servers: dict[str, _Servers] = {}
         self._seed = seed
         self._lanes: list[VirtualLane] = []

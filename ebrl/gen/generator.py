@@ -18,7 +18,7 @@ from ebrl.core.readings import Batching, GenReading, Knob, Move
 from ebrl.core.records import ActionOut
 from ebrl.core.runtime import Runtime
 from ebrl.core.trace import Trace
-from ebrl.core.weights import WeightLease, WeightStore
+from ebrl.core.weights import WeightStore
 from ebrl.gen.batcher import Batcher
 from ebrl.gen.cpu import copy_weights, failure, infer
 from ebrl.gen.queue import BatchQueue
@@ -64,11 +64,11 @@ class Generator:
                 raise ConfigError(f"Generator.{label} must be at least 1, got {value}")
         self.name = name
         self._policy = policy
-        self._batcher = batcher or Batcher()
+        self._first = batcher or Batcher(), lanes or 1
+        self._batcher, self._num_lanes = self._first
         self._pinned: frozenset[Knob] = frozenset({"batching"}) if batcher is not None else frozenset()
-        self._num_lanes = lanes or 1
-        self._choices = range(self._num_lanes, self._num_lanes + 1)
         self._pin_lanes = lanes is not None
+        self._choices = range(self._num_lanes, self._num_lanes + 1)
         self._profile = StageProfile("gen", name)
         self._turnaround = StageProfile("turnaround", name)
         self._threads = threads
@@ -87,14 +87,16 @@ class Generator:
         self._runtime = runtime
         self._trace = runtime.trace
         self._clock = runtime.clock
+        self._batcher, self._num_lanes = self._first  # what was found in an earlier life may not fit
+        self._pad_to = PAD_TO if runtime.deterministic else None
         if runtime.deterministic:
-            self._pad_to = PAD_TO
             self._batcher = replace(self._batcher, threshold=min(self._batcher.threshold, PAD_TO), max_size=PAD_TO)
         self._weights = WeightStore(copy.deepcopy(self._policy), copy.deepcopy(self._policy), copy_weights)
         self._lanes = []
         self._grow(runtime, self._num_lanes)
-        if runtime.claim("gen") is not None and not self._pin_lanes:
-            self._choices = range(1, 1 + min(MOST_LANES, max(1, runtime.machine.num_cores // self._threads)))
+        free = runtime.claim("gen") is not None and not self._pin_lanes
+        most = min(MOST_LANES, max(1, runtime.machine.num_cores // self._threads)) if free else self._num_lanes
+        self._choices = range(1 if free else most, most + 1)
         self._queue = BatchQueue(self._batcher, self._num_lanes, self._launch, runtime.clock)
         self.request = self._queue.put
         self._profile, self._turnaround = StageProfile("gen", self.name), StageProfile("turnaround", self.name)
@@ -209,25 +211,31 @@ class Generator:
         self._turnaround.latency.extend(
             [s - request.answered_s for request, s in zip(requests, came_s, strict=True) if request.answered_s]
         )
-        lease = self.weights.lease()
-        future = self._lanes[number].run(
+        lease, lane, queue = self.weights.lease(), self._lanes[number], self._queue
+        future = lane.run(
             infer, lease.weights, requests, lease.version, self._deterministic, self._pad_to, n=len(requests)
         )
         began_s = self._clock()
-        future.add_done_callback(lambda done: self._landed(done, requests, number, lease, began_s))
+
+        def landed(done: asyncio.Future[list[ActionOut | PolicyError]]) -> None:
+            lease.release()
+            if queue is not None:  # another life of the generator has another queue
+                queue.release(number)
+            self._landed(done, requests, lane.name, lease.version, began_s)
+
+        future.add_done_callback(landed)
 
     def _landed(
         self,
         future: asyncio.Future[list[ActionOut | PolicyError]],
         requests: list[Request],
-        number: int,
-        lease: WeightLease[Any],
+        lane: str,
+        version: int,
         began_s: float,
     ) -> None:
-        lease.release()
-        if self._queue is not None:
-            self._queue.release(number)
-        if future.cancelled():
+        if future.cancelled():  # the lane has ended before the batch began
+            for request in requests:
+                request.fail(Closed(f"{self.name} has ended"))
             return
         assert self._runtime is not None
         now_s = self._clock()
@@ -245,5 +253,5 @@ class Generator:
                 assert isinstance(answer, PolicyError)
                 request.fail(answer)
         if self._trace is not None:
-            self._trace.span(self._lanes[number].name, "batch", began_s, now_s, n=len(requests), version=lease.version)
+            self._trace.span(lane, "batch", began_s, now_s, n=len(requests), version=version)
         self._runtime.tuning.look(now_s)

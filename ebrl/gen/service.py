@@ -102,26 +102,32 @@ class BatchService(Generic[In, Out]):
     async def aclose(self, deadline_s: float) -> None:
         """Refuse what waits and end the lane."""
         if self._queue is not None:
-            for item in self._queue.close():
-                if not item.future.done():
-                    item.future.set_exception(Closed(f"{self.name} has ended"))
+            self._refuse(self._queue.close())
             self._queue = None
         if self._runtime is not None and self._lane is not None:
             await self._runtime.machine.aclose([self._lane], deadline_s=deadline_s)
 
+    def _refuse(self, items: Sequence[_Item[In, Out]]) -> None:
+        for item in items:
+            if not item.future.done():
+                item.future.set_exception(Closed(f"{self.name} has ended"))
+
     def _launch(self, items: list[_Item[In, Out]], came_s: list[float], number: int) -> None:
         assert self._lane is not None
         assert self._runtime is not None
-        future = self._lane.run(self._answer, [item.value for item in items], n=len(items))
+        future, queue = self._lane.run(self._answer, [item.value for item in items], n=len(items)), self._queue
         began_s = self._runtime.clock()
-        future.add_done_callback(lambda done: self._landed(done, items, number, began_s))
 
-    def _landed(
-        self, future: asyncio.Future[list[Out]], items: list[_Item[In, Out]], number: int, began_s: float
-    ) -> None:
-        if self._queue is not None:
-            self._queue.release(number)
-        if future.cancelled():
+        def landed(done: asyncio.Future[list[Out]]) -> None:
+            if queue is not None:  # another life of the service has another queue
+                queue.release(number)
+            self._landed(done, items, began_s)
+
+        future.add_done_callback(landed)
+
+    def _landed(self, future: asyncio.Future[list[Out]], items: list[_Item[In, Out]], began_s: float) -> None:
+        if future.cancelled():  # the lane has ended before the batch began
+            self._refuse(items)
             return
         error = future.exception()
         if error is None and self._runtime is not None:

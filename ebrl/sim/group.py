@@ -119,13 +119,14 @@ class EnvGroup:
     def reading(self) -> SimReading:
         """What the tuner needs to know; see `ebrl.core.tuning.TunedGroup`."""
         assert self._runtime is not None
+        claim = self._runtime.claim("sim")
         return SimReading(
             name=self.name,
             gen="",
             num_envs=len(self._contexts) - self.plan.num_waiting,
             num_steps=self.env_steps,
             busy_s=sum(host.busy_s for host in self._hosts),
-            num_cores=self._runtime.resources.pool("cores").units,
+            num_cores=claim.account.ceiling if claim is not None else self._runtime.machine.num_cores,
             cpu_part=sum(host.times.cpu_part() for host in self._hosts) / len(self._hosts),
         )
 
