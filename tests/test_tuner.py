@@ -195,7 +195,7 @@ def test_without_training_patience_ends_a_trial_in_which_nothing_happens() -> No
     assert back.new == move.old
 
 
-@pytest.mark.parametrize("change", [{"fixed_s": 0.1, "per_request_s": 5e-4}, {"latency_s": 0.015}])
+@pytest.mark.parametrize("change", [{"fixed_s": 0.1, "per_request_s": 5e-4}, {"latency_s": 0.05}])
 def test_a_new_regime_ends_a_trial_and_is_looked_at_soon(change: dict[str, float]) -> None:
     plant = Plant(surprise=poor_above(20))
     tuner, reading = warm(plant)
@@ -210,6 +210,16 @@ def test_a_new_regime_ends_a_trial_and_is_looked_at_soon(change: dict[str, float
     found = tuner.decide(plant.reading())
     assert tuner.look_s == LOOK_AGAIN_S
     assert found is None or "taken back" not in found.reason, "what was before is no judge"
+
+
+def test_latencies_that_vanish_beside_a_batch_are_no_new_regime() -> None:
+    tuner, reading = warm(Plant(fixed_s=0.2))
+    while tuner.look_s < SLOWEST_LOOK_S:
+        tuner.decide(reading)
+    for latency_s in (0.001, 0.02, 0.005):
+        plant = Plant(fixed_s=0.2, latency_s=latency_s, now_s=reading.now_s + 1)
+        tuner.decide(plant.reading())
+        assert tuner.look_s == SLOWEST_LOOK_S
 
 
 def test_a_refusal_does_not_outlive_its_regime() -> None:

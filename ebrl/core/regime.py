@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-NEW = math.log(1.5)  # change of a time, as a logarithm, beyond what it scatters
+NEW = math.log(1.35)  # change of a time, as a logarithm, beyond what it scatters
 SCATTER = 3.0  # times the usual change from one look to the next, for one look
 FEW = 3  # looks whose mean may be off by that usual change once
 NEWEST = 0.1  # weight of the newest change in it

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
+import numpy as np
+
 from ebrl.core.batching import plan
 from ebrl.core.concurrency import all_again, fewer
 from ebrl.core.readings import GenReading, Knob, Move, Reading, TrainReading
@@ -27,6 +29,7 @@ DEAD_BAND = 0.02  # relative gain that is worth a move; twice as much for each o
 SCATTERED = 0.1  # part of what times scatter that a forecast does, and that is not worth one either
 FEW_S = 60.0  # what was moved within it makes the next move less worth
 LEAST_LATENCIES = 32
+USUAL_PART = 0.95  # of the latencies: the rest is their tail
 LEAST_SPREAD = 0.02  # relative spread of batch sizes below which fixed and other cost cannot be told apart
 CORES_S = 10.0  # how long the use of cores is watched before they are promised anew
 REFUSED_S = 60.0  # how long a value that did not pay is left alone; twice as long each time
@@ -112,7 +115,11 @@ class Tuner:
         if self._settling(reading, gen):
             regime.settle()
             return
-        if not regime.changed(small_s / slower, large_s / slower, float(gen.latencies_s.mean())):
+        # A latency counts as part of a round, since beside long batches its changes change nothing; and without its
+        # tail, since how many of the rare resets are in the sample says nothing.
+        middle = np.sort(gen.latencies_s)[: math.ceil(USUAL_PART * len(gen.latencies_s))]
+        round_s = float(middle.mean()) + (small_s + large_s) / 2 / slower
+        if not regime.changed(small_s / slower, large_s / slower, round_s):
             return
         self._changed_s = reading.now_s
         self.look_s = min(self.look_s, LOOK_AGAIN_S)
