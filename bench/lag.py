@@ -16,6 +16,7 @@ seeds drawn in pairs.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -155,6 +156,7 @@ def make_worlds(spec: EnvSpec, seed: int) -> tuple[list[World], deque[float]]:
 def run(job: Job) -> Curve:
     """Train with data of exactly one age."""
     torch.set_num_threads(1)
+    logging.getLogger("ebrl").setLevel(logging.ERROR)  # that data are old is no news here
     spec = env_spec("CartPole-v1")
     policy, acting = (CategoricalPolicy.for_spec(spec, normalize=False, seed=job.seed) for _ in range(2))
     learner = PPO(policy, replace(CONFIG, objective=job.objective, seed=job.seed))

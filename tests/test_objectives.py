@@ -91,6 +91,15 @@ def test_by_hand(options: dict[str, Any], objective: float) -> None:
     assert metrics["policy_loss"] == pytest.approx(-objective, rel=1e-6)
 
 
+@pytest.mark.parametrize(("high", "objective"), [(None, 1.1), (0.5, 1.25)])
+def test_clip_ranges_are_annealed(high: float | None, objective: float) -> None:
+    """Half of the updates are done, so half of the range is left."""
+    one = segment([1], [2], last=0, end="terminated", acted=[math.log(0.2)], now=[math.log(0.4)])
+    learner = hand_learner(1, epochs=1, objective="ppo", clip_range_high=high, anneal_updates=2)
+    learner.num_updates = 1
+    assert learner.update(TrainBatch([one], 0))["policy_loss"] == pytest.approx(-objective, rel=1e-6)
+
+
 def test_the_dual_clip_by_hand() -> None:
     """Probabilities of 0.2 and 1 with advantage -1: plain PPO has -5, and no more than c with the dual clip."""
     one = segment([1], [0], last=0, end="terminated", acted=[math.log(0.2)])
