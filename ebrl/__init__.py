@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ebrl.sim.programs import rollout
     from ebrl.sim.spec import env_spec
     from ebrl.train.evaluate import evaluate
+    from ebrl.train.grpo import GRPO, GRPOConfig
     from ebrl.train.ppo import PPO, PPOConfig
     from ebrl.train.trainer import Trainer
 
@@ -45,6 +46,8 @@ _HOMES = {
     "EnvContext": "sim.context",
     "EnvGroup": "sim.group",
     "EnvSpec": "core.records",
+    "GRPO": "train.grpo",
+    "GRPOConfig": "train.grpo",
     "GaussianPolicy": "gen.policies.gaussian",
     "Generator": "gen.generator",
     "PPO": "train.ppo",
@@ -67,6 +70,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "GRPO",
     "PPO",
     "ActionOut",
     "BatchService",
@@ -77,6 +81,7 @@ __all__ = [
     "EnvContext",
     "EnvGroup",
     "EnvSpec",
+    "GRPOConfig",
     "GaussianPolicy",
     "Generator",
     "PPOConfig",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ebrl.train.advantages import Steps, Targets, chunk_reward, gae, vtrace
+from ebrl.train.advantages import Steps, Targets, chunk_reward, gae, group_advantages, tells_apart, vtrace
 
 HALF = 0.5
 
@@ -32,6 +32,11 @@ def three_steps(*, after: Tensor, terminated: tuple[int, ...] = (), cut: tuple[i
 def assert_targets(targets: Targets, advantage: Tensor, returns: Tensor) -> None:
     torch.testing.assert_close(targets.advantage_TS, advantage, rtol=0, atol=1e-12)
     torch.testing.assert_close(targets.return_TS, returns, rtol=0, atol=1e-12)
+
+
+def weighted(targets: Targets, weight: Tensor) -> Targets:
+    """Return what IMPALA's policy gradient has: the losses of this library weigh decisions themselves."""
+    return targets._replace(advantage_TS=weight.clamp(max=1.0) * targets.advantage_TS)
 
 
 def test_a_segment_that_ends_within_an_episode_bootstraps() -> None:
@@ -58,8 +63,18 @@ def test_the_two_usual_mistakes_at_truncation_give_other_numbers() -> None:
 
 
 def test_vtrace_truncates_its_weights() -> None:
-    targets = vtrace(three_steps(after=column(2, 2, 4)), column(2, HALF, 1))
+    weight = column(2, HALF, 1)
+    targets = weighted(vtrace(three_steps(after=column(2, 2, 4)), weight), weight)
     assert_targets(targets, column(13 / 8, 5 / 4, 3), column(21 / 8, 13 / 4, 5))
+
+
+def test_vtrace_with_other_caps() -> None:
+    """Weights 2, 1/2, 1; deltas 1, 1, 3. With caps of 2: 2 + 1/2 2 (1/2 + 1/2 1/2 3) and so on."""
+    steps, weight = three_steps(after=column(2, 2, 4)), column(2, HALF, 1)
+    targets = vtrace(steps, weight, rho_bar=2.0, c_bar=2.0)
+    close(targets.return_TS - steps.value_TS, column(2 + 5 / 4, HALF + 3 / 4, 3))
+    targets = vtrace(steps, weight, rho_bar=2.0, c_bar=1.0)
+    close(targets.return_TS - steps.value_TS, column(2 + 5 / 8, HALF + 3 / 4, 3))
 
 
 def test_vtrace_on_policy_is_the_n_step_return() -> None:
@@ -69,9 +84,10 @@ def test_vtrace_on_policy_is_the_n_step_return() -> None:
 
 def test_vtrace_over_mixed_versions() -> None:
     """Four decisions of three versions in one segment; weights 1/2, 3/2, 1, 1."""
-    half = column(HALF, HALF, HALF, HALF)
+    half, weight = column(HALF, HALF, HALF, HALF), column(HALF, 1.5, 1, 1)
     steps = Steps(column(0, 0, 0, 1), column(1, 1, 1, 1), half, half, flags(4, 3), flags(4, 3))
-    assert_targets(vtrace(steps, column(HALF, 1.5, 1, 1)), column(1 / 4, HALF, HALF, HALF), column(3 / 4, 1, 1, 1))
+    targets = weighted(vtrace(steps, weight), weight)
+    assert_targets(targets, column(1 / 4, HALF, HALF, HALF), column(3 / 4, 1, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -156,16 +172,18 @@ def test_lambda_one_on_policy_gives_the_n_step_return(drawn: tuple[Steps, Tensor
 @given(segments())
 def test_vtrace_with_one_kind_of_weight_learns_what_it_values(drawn: tuple[Steps, Tensor]) -> None:
     steps, weight = drawn
-    targets = vtrace(steps, weight)
+    targets = weighted(vtrace(steps, weight), weight)
     close(targets.advantage_TS, targets.return_TS - steps.value_TS)
 
 
 @quick
 @given(segments(min_size=2), st.data())
 def test_with_lambda_zero_a_split_changes_nothing(drawn: tuple[Steps, Tensor], data: st.DataObject) -> None:
-    steps, _ = drawn
+    steps, weight = drawn
     cut = steps.cut_TS | flags(len(steps.cut_TS), data.draw(st.integers(0, len(steps.cut_TS) - 2)))
     close(gae(steps, lam=0.0).advantage_TS, gae(steps._replace(cut_TS=cut), lam=0.0).advantage_TS)
+    whole, parts = (vtrace(s, weight, lam=0.0) for s in (steps, steps._replace(cut_TS=cut)))
+    close(whole.return_TS, parts.return_TS)
 
 
 @quick
@@ -181,13 +199,19 @@ def test_neither_padding_nor_order_matters(drawn: list[tuple[Steps, Tensor]], la
             padded[: len(row), s] = row
         return padded
 
-    together = gae(Steps(*(table(field) for field in Steps._fields)), lam=lam)
+    steps = Steps(*(table(field) for field in Steps._fields))
+    weight = torch.zeros(num, len(order), dtype=torch.float64)
     for s, k in enumerate(order):
-        alone = gae(drawn[k][0], lam=lam)
-        size = len(alone.advantage_TS)
-        close(together.advantage_TS[:size, s], alone.advantage_TS)
-        close(together.return_TS[:size, s], alone.return_TS)
-        assert not together.advantage_TS[size:, s].any()
+        weight[: len(drawn[k][1]), s] = drawn[k][1]
+    for together, alone in (
+        (gae(steps, lam=lam), [gae(steps, lam=lam) for steps, _ in drawn]),
+        (vtrace(steps, weight, lam=lam), [vtrace(steps, weight, lam=lam) for steps, weight in drawn]),
+    ):
+        for s, k in enumerate(order):
+            size = len(alone[k].advantage_TS)
+            close(together.advantage_TS[:size, s], alone[k].advantage_TS)
+            close(together.return_TS[:size, s], alone[k].return_TS)
+            assert not together.advantage_TS[size:, s].any()
 
 
 @quick
@@ -198,3 +222,27 @@ def test_termination_wins_over_truncation(drawn: tuple[Steps, Tensor], lam: floa
     other = both._replace(next_value_TS=torch.where(steps.cut_TS, torch.nan, steps.next_value_TS))
     close(gae(both, lam=lam).advantage_TS, gae(other, lam=lam).advantage_TS)
     close(vtrace(both, weight, lam=lam).return_TS, vtrace(other, weight, lam=lam).return_TS)
+
+
+@pytest.mark.parametrize(
+    ("returns", "advantages"),
+    [
+        ([1, 0, 0, 1], [0.8660, -0.8660, -0.8660, 0.8660]),  # with the deviation of a population: 1 and -1
+        ([1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),
+        ([3, 3, 3], [0, 0, 0]),
+        ([0, 1e-9], [-1e-9 / 2 / 1e-6, 1e-9 / 2 / 1e-6]),
+    ],
+)
+def test_advantages_within_a_group(returns: list[float], advantages: list[float]) -> None:
+    assert group_advantages(returns) == pytest.approx(advantages, rel=2e-3, abs=1e-12)
+
+
+def test_a_group_of_one_has_no_advantage() -> None:
+    with pytest.raises(AssertionError, match="group of one"):
+        group_advantages([1.0])
+
+
+@pytest.mark.parametrize(("num_good", "size", "says"), [(0, 8, 0), (1, 10, 1), (9, 10, 1), (8, 8, 0), (1, 11, 0)])
+def test_a_group_tells_apart_if_some_succeed_and_some_fail(num_good: int, size: int, says: bool) -> None:
+    """Bounds of 0.1 and 0.9, inclusive."""
+    assert tells_apart([i < num_good for i in range(size)]) == says

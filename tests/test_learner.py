@@ -4,68 +4,24 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from ebrl.core.errors import ConfigError
-from ebrl.core.protocols import Learner, PolicyOut
-from ebrl.core.records import ActionOut, Array, ArraySpec, BatchOut, Decision, EnvSpec, Segment, TrainBatch
+from ebrl.core.protocols import Learner
+from ebrl.core.records import ArraySpec, EnvSpec, Segment, TrainBatch
 from ebrl.gen.policies import CategoricalPolicy, GaussianPolicy
-from ebrl.gen.policies.base import TorchPolicy
 from ebrl.train.advantages import Targets, gae
 from ebrl.train.fake import ScriptedLearner
 from ebrl.train.learner import Layout, Rollout, time_major
 from ebrl.train.normalizer import ReturnNormalizer
-from ebrl.train.ppo import PPO, PPOConfig
+from ebrl.train.ppo import PPOConfig
+from tests.learning import SPEC, hand_learner, make_ppo, outputs, rollout_of, same, segment, weights
 
 torch.set_num_threads(1)
-
-SPEC = EnvSpec("Toy-v0", lambda: None, ArraySpec((3,), "float32"), ArraySpec((2,), "float32"))
-HALF = {"gamma": 0.5, "gae_lambda": 0.5, "normalize_return": False, "normalize_advantage": False}
-
-
-class Ruler(TorchPolicy):
-    """Its critic reads the value off the observation, so that targets can be worked out by hand."""
-
-    def __init__(self) -> None:
-        super().__init__(horizon=1, noise_dim=1)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
-        raise NotImplementedError
-
-    def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        rows = aux["u"] * self.scale
-        return rows, batch["state"][:, 0] * self.scale, rows
-
-
-def value(x: float) -> Array:
-    return np.array([x], np.float32)
-
-
-def segment(
-    values: Sequence[float], rewards: Sequence[Any], *, last: float, end: str = "", env: int = 0, first: int = 0
-) -> Segment:
-    """Build a segment whose observations are their own values."""
-    zeros = np.zeros((len(values), 1, 1), np.float32)
-    out = BatchOut(zeros, zeros, np.zeros(len(values), np.float32), {"u": zeros})
-    decisions = []
-    for t, (v, reward) in enumerate(zip(values, rewards, strict=True)):
-        reward = tuple(reward) if isinstance(reward, list) else (float(reward),)
-        decisions.append(
-            Decision(env, 0, first + t, value(v), ActionOut(out.action[t], 0, out, t), reward, len(reward))
-        )
-    decisions[-1].terminated, decisions[-1].truncated = end == "terminated", end == "truncated"
-    return Segment(env, "", decisions, value(last), "end" if end else "full")
-
-
-def hand_learner(size: int, **options: Any) -> PPO:
-    return PPO(Ruler(), PPOConfig(batch_size=size, minibatch_size=size, **HALF | options))
 
 
 def targets_of(*segments: Segment, **options: Any) -> Targets:
@@ -111,50 +67,13 @@ def test_layout_goes_there_and_back() -> None:
     assert torch.equal(layout.flat(table), x)
 
 
-def rollout_of(policy: TorchPolicy, *, seed: int = 0, num_envs: int = 4, num_steps: int = 16) -> TrainBatch:
-    """Act for a while in a made-up world whose episodes last five decisions."""
-    rng = np.random.default_rng(seed)
-    segments: list[Segment] = []
-    current: list[list[Decision]] = [[] for _ in range(num_envs)]
-    for t in range(num_steps):
-        obs = list(rng.standard_normal((num_envs, 3)).astype(np.float32))
-        noise = torch.from_numpy(rng.standard_normal((num_envs, policy.noise_dim), np.float32))
-        with torch.no_grad():
-            out = policy.act(policy.collate(obs), noise)
-        aux = {name: x.numpy() for name, x in out.aux.items()}
-        batch = BatchOut(out.action.numpy(), out.log_prob.numpy(), out.value.numpy(), aux)
-        for env in range(num_envs):
-            # The good action is the one near the first number of the observation.
-            reward = -float(np.square(batch.action[env].flat[0] - obs[env][0]))
-            answer = ActionOut(batch.action[env], 0, batch, env)
-            decision = Decision(env, t // 5, t, obs[env], answer, (reward,), 1)
-            current[env].append(decision)
-            if t % 5 == 4 or t == num_steps - 1:
-                decision.terminated = env == 0 and t % 5 == 4
-                segments.append(Segment(env, "", current[env], rng.standard_normal(3).astype(np.float32), "end"))
-                current[env] = []
-    return TrainBatch(segments, 0)
-
-
-def make_ppo(policy: TorchPolicy | None = None, **options: Any) -> PPO:
-    policy = GaussianPolicy.for_spec(SPEC, hidden=(16,)) if policy is None else policy
-    return PPO(policy, PPOConfig(**{"batch_size": 64, "minibatch_size": 16, "epochs": 2} | options))
-
-
-def weights(learner: PPO) -> list[Tensor]:
-    return list(learner.policy.state_dict().values())
-
-
-def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def test_ppo_is_a_learner_and_says_what_it_measured() -> None:
     ppo = make_ppo()
     learner: Learner = ppo
     metrics = learner.update(rollout_of(ppo.policy))
     names = "policy_loss value_loss entropy approx_kl clip_fraction grad_norm explained_variance learning_rate"
-    assert set(metrics) == {*names.split(), "behaviour_weight_mean"}
+    lag = "behaviour_weight_mean masked_fraction behaviour_weight_ess log_weight_sq_mean max_abs_log_weight_at_lag_0"
+    assert set(metrics) == {*names.split(), *lag.split()}
     assert all(np.isfinite(x) for x in metrics.values())
     assert learner.batch_size == 64
 
@@ -208,7 +127,7 @@ def test_it_learns() -> None:
 def test_old_data_are_weighted_and_the_weight_is_capped() -> None:
     ppo = make_ppo()
     batch = rollout_of(ppo.policy)
-    for out in {id(d.out.batch): d.out.batch for d in batch.decisions}.values():
+    for out in outputs(batch):
         out.log_prob = out.log_prob - np.float32(1.0)
     assert ppo.update(batch)["behaviour_weight_mean"] == 2
 
@@ -279,13 +198,25 @@ def test_the_scale_of_rewards_does_not_matter_when_returns_are_normalised() -> N
     ("options", "message"),
     [
         ({"batch_size": 0}, "PPOConfig.batch_size=0: must be at least 1"),
-        ({"minibatch_size": 100}, "minibatch_size=100: must be at least 2 and a divisor of batch_size=1024"),
-        ({"minibatch_size": 1}, "minibatch_size=1: must be at least 2"),
+        ({"minibatch_size": 100}, "minibatch_size=100: must be at least 1 and a divisor of batch_size=1024"),
+        ({"minibatch_size": 1}, "minibatch_size=1: must be at least 2 where advantages are normalised"),
         ({"gamma": 1.5}, "gamma=1.5: must be in 0..1"),
         ({"learning_rate": float("nan")}, "learning_rate=nan: must be above 0"),
         ({"discount_unit": "chunk"}, r"discount_unit='chunk': must be one of \('step', 'decision'\)"),
         ({"behaviour_weight_cap": 0.5}, "behaviour_weight_cap=0.5: must be at least 1"),
         ({"anneal_updates": 0}, "anneal_updates=0: must be None or at least 1"),
+        ({"clip_range_high": 0.0}, "clip_range_high=0.0: must be None or above 0"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0: must be None or above 1"),
+        ({"m2_threshold": float("inf")}, "m2_threshold=inf: must be None or above 0"),
+        ({"objective": "aipo"}, r"objective='aipo': must be one of \('decoupled', 'ppo', 'uncorrected'\)"),
+        ({"ratio_level": "chunk"}, r"ratio_level='chunk': must be one of \('token', 'action', 'decision'\)"),
+        ({"behaviour_weight": "drop"}, r"behaviour_weight='drop': must be one of \('clamp', 'mask'\)"),
+        ({"behaviour_weight": "mask", "objective": "ppo"}, "must be 'clamp' unless objective is 'decoupled'"),
+        ({"proximal": "ewma", "objective": "ppo"}, "proximal='ewma': must be 'start' unless objective is 'decoupled'"),
+        ({"proximal_decay": 1.0}, "proximal_decay=1.0: must be at least 0 and below 1"),
+        ({"targets": "td"}, r"targets='td': must be one of \('gae', 'vtrace'\)"),
+        ({"rho_bar": 0.0}, "rho_bar=0.0: must be above 0"),
+        ({"c_bar": -1.0}, "c_bar=-1.0: must be above 0"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:

@@ -20,6 +20,8 @@ NAMES = [
     "EnvContext",
     "EnvGroup",
     "EnvSpec",
+    "GRPO",
+    "GRPOConfig",
     "GaussianPolicy",
     "Generator",
     "PPO",

@@ -164,6 +164,7 @@ class Decision:
         rewards: ``[n]`` one per executed step; what the program adds goes into the last of them.
         num_steps: Executed simulator steps.
         intervened: The program replaced the action: kept in data, never trained on.
+        action_repeat: Simulator steps for which each action was applied.
     """
 
     env: int
@@ -176,11 +177,17 @@ class Decision:
     terminated: bool = False
     truncated: bool = False
     intervened: bool = False
+    action_repeat: int = 1
 
     @property
     def version(self) -> int:
         """Of the weights that acted."""
         return self.out.version
+
+    @property
+    def num_actions(self) -> int:
+        """Actions of the chunk that were executed, counting one that the end of the episode interrupted."""
+        return -(-self.num_steps // self.action_repeat)
 
 
 Reason: TypeAlias = Literal["end", "full", "taken", "split", "lost"]

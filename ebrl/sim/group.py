@@ -90,7 +90,8 @@ class EnvGroup:
         self._hosts: list[SimHost] = []
         self._scope: Scope | None = None
         self._memory: Lease | None = None
-        self._recorders = [Recorder(i, spec.task, segment_length or sys.maxsize, self._emit) for i in range(count)]
+        length = segment_length or sys.maxsize
+        self._recorders = [Recorder(i, spec.task, spec.action_repeat, length, self._emit) for i in range(count)]
         self._contexts: list[EnvContext] = []
         self._segments: list[Segment] = []
         self._episodes: list[Episode] = []

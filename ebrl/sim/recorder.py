@@ -21,6 +21,7 @@ class Recorder:
         "_last_obs",
         "_num_decisions",
         "_open",
+        "action_repeat",
         "admission",
         "current",
         "env",
@@ -29,18 +30,22 @@ class Recorder:
         "task",
     )
 
-    def __init__(self, env: int, task: str, segment_length: int, emit: Callable[[Segment], None]) -> None:
+    def __init__(
+        self, env: int, task: str, action_repeat: int, segment_length: int, emit: Callable[[Segment], None]
+    ) -> None:
         """Make a recorder.
 
         Args:
             env: Index of its environment.
             task: Of its environment.
+            action_repeat: Simulator steps for which each action is applied.
             segment_length: Decisions after which a segment is cut.
             emit: Takes finished segments.
         """
         self.env = env
         self.task = task
         self.admission: Admission | None = None
+        self.action_repeat = action_repeat
         self.segment_length = segment_length
         self.current: Decision | None = None
         self.place = 0  # index of the decision that was started last
@@ -76,7 +81,7 @@ class Recorder:
 
     def begin(self, episode: int, obs: Observation, out: ActionOut) -> None:
         """The policy answered."""
-        self.current = Decision(self.env, episode, self._num_decisions, obs, out, ())
+        self.current = Decision(self.env, episode, self._num_decisions, obs, out, (), action_repeat=self.action_repeat)
         self._num_decisions += 1
 
     def park(self, next_obs: Observation) -> None:

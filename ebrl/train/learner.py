@@ -6,7 +6,9 @@ in an action. Flat rows are segment after segment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -15,9 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ebrl.core.errors import PolicyError
 from ebrl.core.records import Array, BatchOut, Decision, Segment, TrainBatch
 from ebrl.core.rng import Domain, stream
 from ebrl.train.advantages import Steps, chunk_reward
+from ebrl.train.lag import LagWatch
+from ebrl.train.losses import at_level
+from ebrl.train.options import LearnerConfig
 
 DiscountUnit: TypeAlias = Literal["step", "decision"]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -32,6 +38,9 @@ class Rollout:
         observations: ``[B + S]``: of the decisions, then the last one of each segment.
         aux: ``[B + S]`` from acting; the rows of last observations repeat the segment's last decision.
         log_prob: ``[B, H, A]`` under the weights that acted.
+        executed: ``[B, H]`` bool, which actions of the chunk were.
+        weight: ``[B]`` that decisions count with in the losses, mean 1.
+        lag: ``[B]`` versions behind.
         reward: ``[B]`` float64 numpy, per decision, as the simulator gave it.
         discount: ``[B]`` float64 numpy, from each decision to the next.
         terminated: ``[B]`` bool, on the CPU.
@@ -42,6 +51,9 @@ class Rollout:
     observations: Tensors
     aux: Tensors
     log_prob: Tensor
+    executed: Tensor
+    weight: Tensor
+    lag: Tensor
     reward: NDArray[np.float64]
     discount: NDArray[np.float64]
     terminated: Tensor
@@ -68,45 +80,48 @@ class TorchLearner:
 
     Args:
         policy: Trained in place, on the device where its parameters are.
-        batch_size: B, decisions per update.
-        minibatch_size: Rows per gradient step, and per forward pass without gradients.
-        learning_rate: Of Adam.
-        adam_eps: Of Adam.
-        max_grad_norm: Gradients are scaled down to it.
-        gamma: Discount per `discount_unit`.
+        config: Options that all recipes have.
+        gamma: Discount per `discount_unit`; of no use to recipes without rewards.
         discount_unit: Whether gamma counts simulator steps or decisions.
-        seed: Of the order of minibatches.
+
+    Attributes:
+        proximal: Moving average of the policy that ratios are clipped around, if that was asked for.
     """
 
     def __init__(
-        self,
-        policy: Any,
-        *,
-        batch_size: int,
-        minibatch_size: int,
-        learning_rate: float,
-        adam_eps: float,
-        max_grad_norm: float,
-        gamma: float,
-        discount_unit: DiscountUnit,
-        seed: int,
+        self, policy: Any, config: LearnerConfig, *, gamma: float = 1.0, discount_unit: DiscountUnit = "decision"
     ) -> None:
         self.policy = policy
-        self.batch_size = batch_size
-        self.minibatch_size = minibatch_size
-        self.max_grad_norm = max_grad_norm
+        self.batch_size = config.batch_size
+        self.minibatch_size = config.minibatch_size
+        self.max_grad_norm = config.max_grad_norm
         self.gamma = gamma
         self.discount_unit = discount_unit
-        self.seed = seed
+        self.seed = config.seed
         self.num_updates = 0
+        self.lag_watch = LagWatch()
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         # fused: 70 us a step for two small networks on a CPU, against 190 (foreach) and 230 (one tensor at a time).
-        self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate, eps=adam_eps, fused=True)
+        self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=config.adam_eps, fused=True)
+        self.proximal: Any = copy.deepcopy(policy) if config.proximal == "ewma" else None
+        self.proximal_decay = config.proximal_decay
+
+    def anneal(self, config: LearnerConfig) -> float:
+        """Set the learning rate of this update.
+
+        Returns:
+            What is left of learning rate and clip range, from 1 down to 0.
+        """
+        left = 1.0 if config.anneal_updates is None else max(0.0, 1 - self.num_updates / config.anneal_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate * left
+        return left
 
     def collate(self, batch: TrainBatch) -> Rollout:
         """Turn a batch into tensors, in an order that does not depend on how its segments arrived."""
-        segments = sorted(batch.segments, key=lambda s: (s.env, s.decisions[0].index))
+        order = sorted(range(len(batch.segments)), key=lambda i: _place(batch.segments[i]))
+        segments = [batch.segments[i] for i in order]
         decisions = [decision for segment in segments for decision in segment.decisions]
         assert len(decisions) == self.batch_size, f"{len(decisions)} decisions, not {self.batch_size}"
         ends = np.cumsum([len(segment.decisions) for segment in segments]) - 1
@@ -114,11 +129,16 @@ class TorchLearner:
         source, row_B = _gather(decisions)
         row_of_all = np.concatenate([row_B, row_B[ends]])
         reward, discount = self.returns(decisions)
+        log_prob = _pick([b.log_prob for b in source], row_B)
+        num_actions = torch.tensor([decision.num_actions for decision in decisions])
         return Rollout(
             segments=segments,
             observations=self.to_device(self.policy.collate(observations)),
             aux=self.to_device({name: _pick([b.aux[name] for b in source], row_of_all) for name in source[0].aux}),
-            log_prob=_pick([b.log_prob for b in source], row_B).to(self.device),
+            log_prob=log_prob.to(self.device),
+            executed=(torch.arange(log_prob.shape[1]) < num_actions[:, None]).to(self.device),
+            weight=_weights(batch, order).to(self.device),
+            lag=torch.tensor([batch.version - decision.version for decision in decisions], device=self.device),
             reward=reward,
             discount=discount,
             terminated=torch.tensor([decision.terminated for decision in decisions]),
@@ -141,11 +161,33 @@ class TorchLearner:
         """Score a rollout with the current weights, a minibatch at a time."""
         num = self.batch_size
         parts = [
-            self.policy.evaluate(take(rollout.observations, rows), take(rollout.aux, rows))[:2]
+            self.evaluate(rollout, rows)[:2]
             for rows in torch.split(torch.arange(num + len(rollout.segments), device=self.device), self.minibatch_size)
         ]
         log_prob, value = (torch.cat(part) for part in zip(*parts, strict=True))
         return Scores(log_prob[:num], value[:num], value[num:])
+
+    def log_weight(self, rollout: Rollout, scores: Scores) -> Tensor:
+        """Return ``[B]``: log-probability of what was executed under the current weights, minus when it was chosen."""
+        now_B, then_B = (at_level(x_BHA, rollout.executed, "decision") for x_BHA in (scores.log_prob, rollout.log_prob))
+        return now_B - then_B
+
+    def evaluate(self, rollout: Rollout, rows: Tensor, *, proximal: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Score rows of a rollout; see `ebrl.core.protocols.Policy.evaluate`.
+
+        Args:
+            rollout: The data.
+            rows: Which.
+            proximal: With the moving average of the weights, and not with the weights.
+        """
+        policy = self.proximal if proximal else self.policy
+        log_prob_BHA, value_B, entropy_BHA = policy.evaluate(take(rollout.observations, rows), take(rollout.aux, rows))
+        return log_prob_BHA, value_B, entropy_BHA
+
+    @torch.no_grad()
+    def proximal_log_prob(self, rollout: Rollout, rows: Tensor) -> Tensor | None:
+        """Return ``[B, H, A]`` of rows under the moving average of the weights; None where there is none."""
+        return None if self.proximal is None else self.evaluate(rollout, rows, proximal=True)[0]
 
     def minibatches(self, epochs: int) -> Iterator[Tensor]:
         """Yield rows ``[minibatch_size]``, every row once per epoch, in an order keyed by the number of the update."""
@@ -154,22 +196,48 @@ class TorchLearner:
             order = torch.from_numpy(rng.permutation(self.batch_size)).to(self.device)
             yield from torch.split(order, self.minibatch_size)
 
-    def step(self, loss: Tensor) -> Tensor:
+    def step(self, loss: Tensor, **metrics: Tensor) -> dict[str, Tensor]:
         """Take one gradient step.
 
         Returns:
-            Norm of the gradient before it was clipped.
+            The metrics without their graphs, and the norm of the gradient before it was clipped.
         """
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()
-        return norm
+        if self.proximal is not None:
+            with torch.no_grad():
+                averages, weights = list(self.proximal.parameters()), list(self.policy.parameters())
+                torch._foreach_lerp_(averages, weights, 1 - self.proximal_decay)
+        return {name: x.detach() for name, x in metrics.items()} | {"grad_norm": norm}
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Change the learning rate from the next step on."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def finish(self, rollout: Rollout, minibatches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """End an update: after the last gradient step, observations go into the policy's running statistics.
+
+        Args:
+            rollout: What was trained on.
+            minibatches: Of each gradient step, what `step` returned.
+
+        Returns:
+            Their means.
+
+        Raises:
+            PolicyError: One is not finite.
+        """
+        rows = torch.stack([torch.stack(list(metrics.values())) for metrics in minibatches])
+        means = dict(zip(minibatches[0], rows.mean(0).tolist(), strict=True))
+        if not all(map(math.isfinite, means.values())):
+            raise PolicyError(
+                f"update {self.num_updates + 1}: loss or gradient is not finite, so the weights are of no use any "
+                "more; a smaller learning rate or max_grad_norm may help"
+            )
+        self.policy.observe({name: x[: self.batch_size] for name, x in rollout.observations.items()})
+        if self.proximal is not None:  # only weights are averaged: observations are scaled as the policy's are
+            for mine, theirs in zip(self.proximal.buffers(), self.policy.buffers(), strict=True):
+                mine.copy_(theirs)
+        self.num_updates += 1
+        return means
 
     def to_device(self, tensors: Tensors) -> Tensors:
         """Return tensors on the policy's device."""
@@ -222,6 +290,19 @@ def time_major(rollout: Rollout, layout: Layout, scores: Scores, reward_B: NDArr
 def take(tensors: Tensors, rows: Tensor) -> Tensors:
     """Return some rows of every tensor."""
     return {name: x.index_select(0, rows) for name, x in tensors.items()}
+
+
+def _place(segment: Segment) -> tuple[int, int]:
+    return segment.env, segment.decisions[0].index
+
+
+def _weights(batch: TrainBatch, order: Sequence[int]) -> Tensor:
+    """Return ``[B]`` float32, for segments in another order."""
+    lengths = [len(segment.decisions) for segment in batch.segments]
+    if batch.weights is None:
+        return torch.ones(sum(lengths))
+    parts = torch.split(torch.from_numpy(batch.weights).float(), lengths)
+    return torch.cat([parts[i] for i in order])
 
 
 def _gather(decisions: Sequence[Decision]) -> tuple[list[BatchOut], NDArray[np.int64]]:
