@@ -15,7 +15,7 @@ from torch import Tensor
 from ebrl.core.errors import Closed, ConfigError, PolicyError
 from ebrl.core.protocols import PolicyOut
 from ebrl.core.records import ActionOut, Array, Observation
-from ebrl.core.rng import Domain, NoiseStream, stream
+from ebrl.core.rng import NoiseStream
 from ebrl.core.runtime import Runtime
 from ebrl.core.testing import settle
 from ebrl.core.virtual_machine import VirtualMachine
@@ -34,10 +34,11 @@ ZERO = np.zeros(3, np.float32)
 class Ask:
     """A request by hand."""
 
-    def __init__(self, env: int, obs: Observation = ZERO) -> None:
+    def __init__(self, env: int, obs: Observation = ZERO, index: int = 0) -> None:
         self.env = env
+        self.index = index
         self.obs = obs
-        self.noise = NoiseStream(stream(0, Domain.NOISE, env))
+        self.noise = NoiseStream(0, env)
         self.future: asyncio.Future[ActionOut] = asyncio.get_running_loop().create_future()
         self.answered_s = -1.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -53,9 +54,9 @@ class EnvContext:
         self._actor = group.actor
         self._admission = group.admission
         self._loop = asyncio.get_running_loop()
-        self._noise = NoiseStream(stream(group.seed, Domain.NOISE, *key))
+        self._noise = NoiseStream(group.seed, *key, 0)
         self._request = ActStepRequest(self, self._noise)
-        self._other_noise: dict[int, NoiseStream] = {}
+        self._others: dict[int, tuple[NoiseStream, count[int]]] = {}  # by actor: noise, and numbers of questions
         self.meter = EpisodeMeter()
         self._observe = group.observe
         self._trace = group.trace
@@ -142,7 +143,7 @@ class EnvContext:
                 await _wait_for_credit(self)
             started = True
             future: asyncio.Future[ActionOut] = self._loop.create_future()
-            request = ActRequest(self, self._noise, obs, future, self._request.answered_s)
+            request = ActRequest(self, self._noise, self.recorder.place, obs, future, self._request.answered_s)
             if not self.num_calls & SAMPLED:
                 _note_turnaround(self, request)
             self._actor.request(request)
@@ -182,6 +183,7 @@ class EnvContext:
             request = self._request
             if not self.num_calls & SAMPLED:
                 _note_turnaround(self, request)
+            request.index = self.recorder.place
             request.obs = obs
             request.future = future
             self._actor.request(request)
@@ -354,14 +356,13 @@ def _span(env: EnvContext, name: str) -> None:
 
 
 async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
-    streams = env._other_noise
-    noise = streams.get(id(actor))
-    if noise is None:
-        noise = NoiseStream(stream(env._group.seed, Domain.NOISE, *env._key, len(streams) + 1))
-        streams[id(actor)] = noise
+    others = env._others
+    if id(actor) not in others:
+        others[id(actor)] = NoiseStream(env._group.seed, *env._key, len(others) + 1), count()
+    noise, numbers = others[id(actor)]
     env.num_calls += 1
     future: asyncio.Future[ActionOut] = env._loop.create_future()
-    actor.request(ActRequest(env, noise, obs, future))
+    actor.request(ActRequest(env, noise, next(numbers), obs, future))
     try:
         return await future
     except asyncio.CancelledError:
