@@ -36,6 +36,7 @@ NAMES = [
     "check_policy",
     "env_spec",
     "evaluate",
+    "replay",
     "rollout",
     "run",
     "run_virtual",

@@ -150,7 +150,13 @@ class Request(Protocol):
 
 
 class Actor(Protocol):
-    """Answers requests in batches; `ebrl.Generator` is one."""
+    """Answers requests in batches; `ebrl.Generator` is one.
+
+    Attributes:
+        name: Of the service.
+    """
+
+    name: str
 
     @property
     def weights(self) -> WeightStore[Any]:

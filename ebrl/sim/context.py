@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -56,7 +55,7 @@ class EnvContext:
         self._loop = asyncio.get_running_loop()
         self._noise = NoiseStream(group.seed, *key, 0)
         self._request = ActStepRequest(self, self._noise)
-        self._others: dict[int, tuple[NoiseStream, count[int]]] = {}  # by actor: noise, and numbers of questions
+        self._others: dict[int, _Other] = {}
         self.meter = EpisodeMeter()
         self._observe = group.observe
         self._trace = group.trace
@@ -355,14 +354,26 @@ def _span(env: EnvContext, name: str) -> None:
     env._mark_s = now_s
 
 
+class _Other:
+    """What an environment keeps for an actor that is not its group's."""
+
+    __slots__ = ("noise", "num_asked")
+
+    def __init__(self, noise: NoiseStream) -> None:
+        self.noise = noise
+        self.num_asked = 0
+
+
 async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
     others = env._others
-    if id(actor) not in others:
-        others[id(actor)] = NoiseStream(env._group.seed, *env._key, len(others) + 1), count()
-    noise, numbers = others[id(actor)]
+    other = others.get(id(actor))
+    if other is None:
+        other = others[id(actor)] = _Other(NoiseStream(env._group.seed, *env._key, len(others) + 1))
     env.num_calls += 1
     future: asyncio.Future[ActionOut] = env._loop.create_future()
-    actor.request(ActRequest(env, noise, next(numbers), obs, future))
+    request = ActRequest(env, other.noise, other.num_asked, obs, future)
+    other.num_asked += 1
+    actor.request(request)
     try:
         return await future
     except asyncio.CancelledError:
