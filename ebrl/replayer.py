@@ -9,20 +9,20 @@ because of a simulator, the policy, the learner, or the software and hardware un
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from ebrl.core.errors import ConfigError, Deadlock
-from ebrl.core.events import Checks, RecordedRun, Taken, Update, checksums
+from ebrl.core.events import Checks, RecordedRun, Runs, Update, checksums
 from ebrl.core.protocols import Learner, Request
-from ebrl.core.records import Decision, EnvSpec, Observation, Segment, TrainBatch
+from ebrl.core.records import EnvSpec, Segment, TrainBatch
 from ebrl.core.runtime import Runtime
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
@@ -32,14 +32,12 @@ from ebrl.sim.group import EnvGroup
 from ebrl.sim.requests import ActRequest
 from ebrl.train.journal import parameter_digest, software
 
-Runs = dict[int, deque[list[int]]]
-"""Per environment: versions in the order in which they acted, and how many decisions each."""
-
 CAUSES = (
     "its reset showed another observation: the simulator is not deterministic, or not the one of the run",
     "the policy gave another action or log-probability, though it saw the same",
     "the simulator made something else of the same action: it is not deterministic, or not the one of the run",
 )
+"""Of a difference in each of the checks, where those before it are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +114,7 @@ class _Gate:
 
     def __init__(self, gen: Generator, runs: Runs) -> None:
         self.name = gen.name
+        self.withdraw = gen.withdraw
         self._gen = gen
         self._runs = runs
         self._held: dict[int, list[Request]] = defaultdict(list)
@@ -138,22 +137,10 @@ class _Gate:
         else:
             self._held[version].append(request)
 
-    def withdraw(self) -> None:
-        self._gen.withdraw()
-
     async def publish(self, policy: Any) -> None:
         version = await self._gen.publish(policy)
         for request in self._held.pop(version, []):
             self._gen.request(request)
-
-
-class _Made(NamedTuple):
-    """A decision that was made here, and what follows it."""
-
-    decision: Decision
-    next_obs: Observation
-    task: str
-    checks: Checks
 
 
 class _Replay:
@@ -161,93 +148,90 @@ class _Replay:
 
     def __init__(self, recorded: RecordedRun, spec: EnvSpec, learner: Learner, group: dict[str, Any]) -> None:
         header = recorded.header
+        ((name, facts),) = header["groups"].items()
+        ((_, self._trainer),) = header["trainers"].items()
         self._recorded = recorded
         self._learner = learner
-        ((self._group, facts),) = header["groups"].items()
-        ((_, self._trainer),) = header["trainers"].items()
+        self._options = {"spec": spec, "count": facts["count"], "host": "thread", "name": name, **group}
         self._generator = header["generators"].get(facts["actor"])
-        self._refuse_other(spec, facts)
-        self._make_group: Callable[[_Gate], EnvGroup] = lambda gate: EnvGroup(
-            spec, actor=gate, count=facts["count"], host="thread", name=self._group, **group
-        )
-        self._made: dict[tuple[int, int], _Made] = {}
+        self._made: dict[tuple[int, int], tuple[Segment, Checks]] = {}  # every decision alone, with what follows it
         self._untrained: dict[tuple[int, int], int] = {}  # of those that the log has handed over: their versions
         self._num_decisions = 0
         self._num_updates = 0
-        self._mismatch: Mismatch | None = None
+        self._refuse_other(spec, facts)
 
     def run(self) -> ReplayReport:
+        mismatch = None
         with _threads(self._generator["threads"]):
             try:
-                run_virtual(self._main())
+                mismatch = run_virtual(self._main())
             except Deadlock:
                 what = "the program asked for fewer decisions than in the run: it is not deterministic"
-                self._mismatch = Mismatch(self._num_updates + 1, what)
+                mismatch = Mismatch(self._num_updates + 1, what)
         theirs, ours = self._recorded.header, software()
         return ReplayReport(
             updates=self._num_updates,
             decisions=self._num_decisions,
-            mismatch=self._mismatch,
+            mismatch=mismatch,
             end=self._recorded.end,
             software=tuple(f"{n}: recorded {theirs.get(n)}, here {v}" for n, v in ours.items() if theirs.get(n) != v),
             parameters=parameter_digest(self._learner.policy),
         )
 
     def _refuse_other(self, spec: EnvSpec, facts: dict[str, Any]) -> None:
-        path, learner = self._recorded.path, self._learner
+        path, trainer, learner = self._recorded.path, self._trainer, self._learner
         if self._generator is None:
-            raise ConfigError(f"{path}: {facts['actor']}, who acted in {self._group}, was no Generator: no replay can")
-        if facts["specs"] != [spec.id]:
-            raise ConfigError(f"{path} was recorded with {facts['specs']}, not with {spec.id}: give the same spec")
-        if learner.batch_size != self._trainer["batch_size"]:
-            raise ConfigError(
-                f"{path} was recorded with batches of {self._trainer['batch_size']} decisions, and the learner takes "
-                f"{learner.batch_size}: give it the same options"
-            )
-        if parameter_digest(learner.policy) != self._trainer["parameters"]:
+            raise ConfigError(f"{path}: {facts['actor']}, who acted there, was no Generator: no replay can")
+        for what, theirs, ours in (
+            ("environments", facts["specs"], [spec.id]),
+            ("batches of", trainer["batch_size"], learner.batch_size),
+        ):
+            if theirs != ours:
+                raise ConfigError(f"{path} was recorded with {what} {theirs}, not with {ours}: give the same")
+        if parameter_digest(learner.policy) != trainer["parameters"]:
             raise ConfigError(
                 f"{path}: the policy does not begin with the weights of the run: make policy and learner anew, with "
                 "the same options and seeds"
             )
 
-    async def _main(self) -> None:
-        runs, num_until = _index(self._recorded.updates())
+    async def _main(self) -> Mismatch | None:
+        runs, num_until = self._recorded.who_acted()
         async with Runtime(VirtualMachine({}), seed=self._recorded.header["seed"], deterministic=True) as rt:
             gen = rt.start(Generator(self._learner.policy, deterministic=self._generator["deterministic"]))
             gate = _Gate(gen, runs)
-            envs = rt.start(self._make_group(gate))
+            envs = rt.start(EnvGroup(actor=gate, **self._options))
             envs.open_training(self._learner.batch_size, sys.maxsize)
             for update in self._recorded.updates():
                 envs.admission.open(num_until[update.version], sys.maxsize)  # ready when all of them are finished
                 await envs.admission.ready()
                 self._keep(envs.take_segments(stale=update.version))
-                self._mismatch = self._compare(update) or self._update(update)
-                if self._mismatch is not None:
-                    return
+                mismatch = self._compare(update) or self._update(update)
+                if mismatch is not None:
+                    return mismatch
                 self._forget(update.version + 1 - self._trainer["max_lag"])
                 await gate.publish(self._learner.policy)
                 envs.take_episodes()
                 rt.boundary()
+        return None
 
     def _keep(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
-            decisions = segment.decisions
-            following = [*(decision.obs for decision in decisions[1:]), segment.last_obs]
-            for decision, next_obs, checks in zip(decisions, following, checksums(segment), strict=True):
-                self._made[decision.env, decision.index] = _Made(decision, next_obs, segment.task, checks)
+            following = [*(decision.obs for decision in segment.decisions[1:]), segment.last_obs]
+            for decision, obs, checks in zip(segment.decisions, following, checksums(segment), strict=True):
+                alone = replace(segment, decisions=[decision], last_obs=obs)
+                self._made[decision.env, decision.index] = alone, checks
 
     def _compare(self, update: Update) -> Mismatch | None:
-        for taken in update.taken:
-            for index, version, checks in _decisions(taken):
-                made = self._made.get((taken.env, index))
-                if made is None or made.decision.episode != taken.episode:
-                    what = "the program did something else in this place: it is not deterministic"
-                    return Mismatch(update.update, what, taken.env, taken.episode, index)
-                for ours, theirs, cause in zip(made.checks, checks, CAUSES, strict=True):
-                    if ours != theirs:
-                        return Mismatch(update.update, cause, taken.env, taken.episode, index)
-                self._untrained[taken.env, index] = version
-                self._num_decisions += 1
+        for env, episode, index, version, theirs in (row for taken in update.taken for row in taken.rows()):
+            alone, ours = self._made.get((env, index), (None, theirs))
+            if alone is None or alone.decisions[0].episode != episode:
+                what = "the program did something else in this place: it is not deterministic"
+                return Mismatch(update.update, what, env, episode, index)
+            for mine, wanted, cause in zip(ours, theirs, CAUSES, strict=True):
+                if mine != wanted:
+                    return Mismatch(update.update, cause, env, episode, index)
+            self._untrained[env, index] = version
+            self._num_decisions += 1
         return None
 
     def _update(self, update: Update) -> Mismatch | None:
@@ -262,39 +246,16 @@ class _Replay:
 
     def _piece(self, env: int, first: int, num: int, reason: Any, advantage: float | None) -> Segment:
         keys = [(env, index) for index in range(first, first + num)]
-        made = [self._made.pop(key) for key in keys]
+        alone = [self._made.pop(key)[0] for key in keys]
         for key in keys:
             del self._untrained[key]
-        return Segment(env, made[0].task, [one.decision for one in made], made[-1].next_obs, reason, advantage)
+        decisions = [segment.decisions[0] for segment in alone]
+        return replace(alone[-1], decisions=decisions, reason=reason, advantage=advantage)
 
     def _forget(self, oldest: int) -> None:
         """Drop what is too old to be trained any more, as the trainer did."""
         for key in [key for key, version in self._untrained.items() if version < oldest]:
             del self._made[key], self._untrained[key]
-
-
-def _index(updates: Iterable[Update]) -> tuple[Runs, list[int]]:
-    """Read a log once, and return who acted with which version, and how many decisions were made until each."""
-    runs: Runs = defaultdict(deque)
-    nums: Counter[int] = Counter()
-    last = -1
-    for update in updates:
-        last = update.version
-        for taken in update.taken:
-            own = runs[taken.env]
-            for version, num in taken.versions:
-                nums[version] += num
-                if own and own[-1][0] == version:
-                    own[-1][1] += num
-                else:
-                    own.append([version, num])
-    return runs, np.cumsum([nums[version] for version in range(last + 1)]).tolist()
-
-
-def _decisions(taken: Taken) -> Iterator[tuple[int, int, Checks]]:
-    """Yield index, version and checks of each."""
-    versions: Sequence[int] = [version for version, num in taken.versions for _ in range(num)]
-    return zip(range(taken.first, taken.first + len(versions)), versions, taken.checks, strict=True)
 
 
 @contextmanager

@@ -363,6 +363,30 @@ def test_another_policy_or_learner_is_named(recorded: Path) -> None:
     assert str(found) == "update 1: the learner made other weights of the same batch"
 
 
+def test_the_log_says_how_many_threads_there_were_and_a_replay_has_as_many(recorded: Path, tmp_path: Path) -> None:
+    class Counting(Watched):
+        def update(self, batch: TrainBatch) -> Mapping[str, float]:
+            found.append(torch.get_num_threads())
+            return super().update(batch)
+
+    async def two() -> None:
+        learner = make()
+        async with Runtime(LocalMachine(), record=tmp_path / "two") as rt:
+            gen = rt.start(Generator(learner.policy))
+            envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=2))
+            async for _ in rt.start(Trainer(envs, learner, updates=1, threads=2)):
+                pass
+
+    found: list[int] = []
+    asyncio.run(two())
+    header = lines(tmp_path / "two")[0]
+    assert (header["generators"]["gen"]["threads"], header["trainers"]["trainer"]["threads"]) == (1, 2)
+    assert lines(recorded)[0]["trainers"]["trainer"]["threads"] == torch.get_num_threads() == 1
+    replay(tmp_path / "two", LENGTHS, Counting(make().policy, make().config))
+    assert found == [2]
+    assert torch.get_num_threads() == 1
+
+
 async def rolling(env: EnvContext, limit: int = 10**9) -> None:
     obs, _ = await env.reset()
     while not env.done:
@@ -451,9 +475,11 @@ def test_a_damaged_log_is_refused(recorded: Path, tmp_path: Path) -> None:
 
 
 def test_another_environment_or_learner_is_refused(recorded: Path) -> None:
-    with pytest.raises(ConfigError, match=r"was recorded with \['scripted'\], not with other: give the same spec"):
+    with pytest.raises(
+        ConfigError, match=r"recorded with environments \['scripted'\], not with \['other'\]: give the same"
+    ):
         replay(recorded, replace(LENGTHS, id="other"), make())
-    with pytest.raises(ConfigError, match="recorded with batches of 24 decisions, and the learner takes 12"):
+    with pytest.raises(ConfigError, match="recorded with batches of 24, not with 12: give the same"):
         replay(recorded, LENGTHS, make(batch_size=12))
     with pytest.raises(ConfigError, match="the policy does not begin with the weights of the run"):
         replay(recorded, LENGTHS, make(seed=1))

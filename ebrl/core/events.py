@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Self, TextIO, TypeAlias
 from zlib import crc32
@@ -37,6 +38,9 @@ MAGIC = "ebrl_events"
 
 Checks: TypeAlias = tuple[int, int, int]
 """CRC-32 of what a decision saw, of what the policy answered, and of what came of it."""
+
+Runs: TypeAlias = dict[int, deque[list[int]]]
+"""Per environment: versions in the order in which they acted, and how many decisions each."""
 
 
 def checksums(segment: Segment) -> list[Checks]:
@@ -94,6 +98,12 @@ class Taken:
     def to_json(self) -> list[Any]:
         """Return the form that lines have."""
         return [self.env, self.episode, self.first, self.versions, np.array(self.checks, "<u4").tobytes().hex()]
+
+    def rows(self) -> Iterator[tuple[int, int, int, int, Checks]]:
+        """Yield environment, episode, index, version and checks of each decision."""
+        versions = [version for version, num in self.versions for _ in range(num)]
+        for index, (version, checks) in enumerate(zip(versions, self.checks, strict=True), self.first):
+            yield self.env, self.episode, index, version, checks
 
     @classmethod
     def from_json(cls, env: int, episode: int, first: int, versions: list[list[int]], checks: str) -> Self:
@@ -234,6 +244,23 @@ class RecordedRun:
                     "a log is replayed from the beginning of its run"
                 )
             yield update
+
+    def who_acted(self) -> tuple[Runs, list[int]]:
+        """Read the whole log, and return who acted with which version, and how many decisions were made until each."""
+        runs: Runs = defaultdict(deque)
+        nums: Counter[int] = Counter()
+        last = -1
+        for update in self.updates():
+            last = update.version
+            for taken in update.taken:
+                own = runs[taken.env]
+                for version, num in taken.versions:
+                    nums[version] += num
+                    if own and own[-1][0] == version:
+                        own[-1][1] += num
+                    else:
+                        own.append([version, num])
+        return runs, list(accumulate(nums[version] for version in range(last + 1)))
 
     def _foreign(self) -> ConfigError:
         return ConfigError(f"{self.path} is no event log: give a file that Runtime(record=...) wrote")
