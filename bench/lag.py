@@ -30,7 +30,7 @@ from bench.report import Check, at_least, at_most, finish, parser, show, spread
 from bench.runs import on_all_cores
 from ebrl import PPO, CategoricalPolicy, EnvSpec, PPOConfig, env_spec
 from ebrl.core.records import ActionOut, BatchOut, Decision, Observation, Segment, TrainBatch
-from ebrl.core.rng import Domain, NoiseStream, episode_seed, stream
+from ebrl.core.rng import NoiseStream, episode_seed
 from ebrl.sim.simulator import Simulator
 from ebrl.train.options import Objective
 
@@ -119,7 +119,7 @@ class World:
 
 
 def act(policy: CategoricalPolicy, worlds: Sequence[World], version: int) -> list[ActionOut]:
-    noise = torch.from_numpy(np.stack([world.noise.draw(policy.noise_dim) for world in worlds]))
+    noise = torch.from_numpy(np.stack([world.noise.row(world.num_decisions, policy.noise_dim) for world in worlds]))
     with torch.no_grad():
         out = policy.act(policy.collate([world.obs for world in worlds]), noise)
     aux = {name: rows.numpy() for name, rows in out.aux.items()}
@@ -144,10 +144,7 @@ def collect(policy: CategoricalPolicy, worlds: Sequence[World], version: int) ->
 
 def make_worlds(spec: EnvSpec, seed: int) -> tuple[list[World], deque[float]]:
     returns: deque[float] = deque(maxlen=LATEST)
-    worlds = [
-        World(index, seed, Simulator(spec), NoiseStream(stream(seed, Domain.NOISE, index)), returns)
-        for index in range(NUM_ENVS)
-    ]
+    worlds = [World(index, seed, Simulator(spec), NoiseStream(seed, index), returns) for index in range(NUM_ENVS)]
     for world in worlds:
         world.reset()
     return worlds, returns

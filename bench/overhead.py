@@ -6,8 +6,9 @@ thread at most 5 us at 64 and 1024 environments and 7 us at 4096 under uvloop, a
 So one loop carries 150,000 steps per second, and is no limit for simulators that take 0.1 ms or more.
 
 Two lanes share the environments (``EnvGroup(lanes=2)``): with a thread each, the cost of waking threads would be
-measured, which simulators that take no time at all do not need. The trace is off, as by default. CPU time is thread
-and process time, so that other load matters little; repetitions of all settings are interleaved.
+measured, which simulators that take no time at all do not need. The trace is off, as by default, and so is the event
+log, unless ``--record`` asks for what that costs. CPU time is thread and process time, so that other load matters
+little; repetitions of all settings are interleaved.
 
     python -m bench.overhead --json
 """
@@ -21,6 +22,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gymnasium
@@ -94,11 +97,11 @@ class Cost:
     steps_per_s: float
 
 
-async def measure(num_envs: int, seconds: float, lanes: int, seed: int) -> Cost:
-    """Run the whole pipeline and return what a step cost after the first updates."""
+async def measure(num_envs: int, seconds: float, lanes: int, seed: int, log: Path | None = None) -> Cost:
+    """Run the whole pipeline, recorded or not, and return what a step cost after the first updates."""
     spec = env_spec(NoLatencyEnv)
     policy = NoCostPolicy(spec)
-    async with Runtime(seed=seed) as rt:
+    async with Runtime(seed=seed, record=log) as rt:
         gen = rt.start(Generator(policy))
         envs = rt.start(EnvGroup(spec, actor=gen, count=num_envs, lanes=lanes))
         trainer = Trainer(envs, NoLearner(policy, 16 * num_envs), updates=1_000_000)
@@ -146,10 +149,10 @@ def main() -> int:
     for _ in range(repeats):
         for count in counts:
             for name, factory in LOOPS.items():
-                with asyncio.Runner(loop_factory=factory) as runner:
-                    costs.setdefault((name, count), []).append(
-                        runner.run(measure(count, seconds, args.lanes, args.seed))
-                    )
+                with asyncio.Runner(loop_factory=factory) as runner, TemporaryDirectory() as folder:
+                    log = Path(folder) / "events.jsonl" if args.record else None
+                    cost = runner.run(measure(count, seconds, args.lanes, args.seed, log))
+                    costs.setdefault((name, count), []).append(cost)
     checks, data = [], {}
     for (name, count), runs in costs.items():
         loop, process = spread([run.loop_us for run in runs]), spread([run.process_us for run in runs])
@@ -159,7 +162,7 @@ def main() -> int:
             f"process {show(process, ' us')}, {show(rate, ' steps/s')}"
         )
         data[f"{name}-{count}"] = {"loop_us": loop, "process_us": process, "steps_per_s": rate}
-        if name == "uvloop" and count in BARS_US:
+        if name == "uvloop" and count in BARS_US and not args.record:
             checks.append(at_most(f"loop us per step, {count} envs", loop["median"], BARS_US[count]))
             checks.append(at_most(f"process us per step, {count} envs", process["median"], PROCESS_BAR_US))
     memory = idle_memory_kib(counts[-1])
@@ -172,6 +175,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     made.add_argument("--repeats", type=int, default=5, help="of each setting, interleaved")
     made.add_argument("--lanes", type=int, default=2, help="threads that share the environments")
+    made.add_argument("--record", action="store_true", help="write an event log; the bars are not for that")
     return made.parse_args()
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ebrl.gen.policies.categorical import CategoricalPolicy
     from ebrl.gen.policies.gaussian import GaussianPolicy
     from ebrl.gen.service import BatchService
+    from ebrl.replayer import replay
     from ebrl.sim.check import check_env
     from ebrl.sim.context import EnvContext
     from ebrl.sim.group import EnvGroup
@@ -64,6 +65,7 @@ _HOMES = {
     "check_policy": "gen.check",
     "env_spec": "sim.spec",
     "evaluate": "train.evaluate",
+    "replay": "replayer",
     "rollout": "sim.programs",
     "run": "core.run",
     "run_virtual": "core.virtual",
@@ -97,6 +99,7 @@ __all__ = [
     "check_policy",
     "env_spec",
     "evaluate",
+    "replay",
     "rollout",
     "run",
     "run_virtual",

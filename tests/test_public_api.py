@@ -38,6 +38,7 @@ NAMES = [
     "check_policy",
     "env_spec",
     "evaluate",
+    "replay",
     "rollout",
     "run",
     "run_virtual",

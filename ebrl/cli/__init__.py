@@ -23,7 +23,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Without the program's name; default: those of the process.
 
     Returns:
-        0; 1: the run failed; 2: bad input, nothing was written; 3: target not reached; 130: interrupted.
+        0; 1: the run failed, or its replay differs; 2: bad input, nothing was written; 3: target not reached; 130:
+        interrupted.
     """
     try:
         with _interrupts_arrive():
@@ -57,12 +58,18 @@ def command() -> NoReturn:
 def _dispatch(args: Sequence[str] | None) -> int:
     import tyro  # slow to import; not needed to import the package
 
-    from ebrl.cli.config import EvalConfig, ProbeConfig, TrainConfig
+    from ebrl.cli.config import EvalConfig, ProbeConfig, ReplayConfig, TrainConfig
     from ebrl.cli.eval import eval_run
     from ebrl.cli.probe import probe
+    from ebrl.cli.replay import replay_run
     from ebrl.cli.train import train
 
-    commands: dict[str, Callable[..., Any]] = {"train": TrainConfig, "eval": EvalConfig, "probe": ProbeConfig}
+    commands: dict[str, Callable[..., Any]] = {
+        "train": TrainConfig,
+        "eval": EvalConfig,
+        "probe": ProbeConfig,
+        "replay": ReplayConfig,
+    }
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
@@ -75,6 +82,8 @@ def _dispatch(args: Sequence[str] | None) -> int:
         raise
     if isinstance(command, ProbeConfig):
         return probe(command)
+    if isinstance(command, ReplayConfig):
+        return replay_run(command)
     return train(command) if isinstance(command, TrainConfig) else eval_run(command)
 
 

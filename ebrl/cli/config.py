@@ -39,6 +39,7 @@ class TrainConfig:
         deterministic: With ``--max-lag 0``: a run that depends on the seed alone.
         run_dir: Folder of this run; must not exist. Default: ``runs/<env>-<seed>``.
         trace: Write ``trace.json`` for ui.perfetto.dev.
+        record: Write ``events.jsonl``, with which ``ebrl replay`` repeats the run.
         profile: Begin with what a file of profiles says: of ``ebrl probe``, or ``profile.json`` of an earlier run.
     """
 
@@ -62,6 +63,7 @@ class TrainConfig:
     deterministic: bool = False
     run_dir: Path | None = None
     trace: bool = False
+    record: bool = False
     profile: Path | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +122,17 @@ class EvalConfig:
     def __post_init__(self) -> None:
         at_least("episodes", self.episodes, 1)
         at_least("seed", self.seed, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Repeat a run that was recorded, offline and without its timing, and compare every decision and all weights.
+
+    Attributes:
+        run: Folder of a run of ``ebrl train --record``.
+    """
+
+    run: tyro.conf.Positional[Path]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from ebrl.cli.config import TrainConfig
 from ebrl.core.errors import ConfigError
 
 PROFILE = "profile.json"
+EVENTS = "events.jsonl"
 
 
 def holds_run(folder: Path) -> bool:

@@ -42,7 +42,7 @@ def train(config: TrainConfig) -> int:
     console = Console()
     known = load(config.profile) if config.profile is not None else None
     spec, policy = build(config)
-    learner = PPO(policy, replace(config.ppo, seed=config.ppo.seed or config.seed))
+    learner = build_learner(config, policy)
     run_folder.create(config.folder, config)
     with MetricsWriter(config.folder) as metrics:
         session = Session(config, console, spec, policy, learner, metrics, known)
@@ -66,6 +66,11 @@ def build(config: TrainConfig) -> tuple[EnvSpec, TorchPolicy]:
     """Make the environment's description and an untrained policy for it."""
     spec = describe(config)
     return spec, default_policy(spec, hidden=config.hidden, normalize=config.normalize_obs, seed=config.seed)
+
+
+def build_learner(config: TrainConfig, policy: TorchPolicy) -> PPO:
+    """Make the learner of a policy."""
+    return PPO(policy, replace(config.ppo, seed=config.ppo.seed or config.seed))
 
 
 @contextmanager
@@ -100,7 +105,13 @@ class Session:
         self._learner = learner
         self._metrics = metrics
         self._trace = Trace() if config.trace else None
-        self._runtime = Runtime(seed=config.seed, deterministic=config.deterministic, trace=self._trace, profile=known)
+        self._runtime = Runtime(
+            seed=config.seed,
+            deterministic=config.deterministic,
+            trace=self._trace,
+            profile=known,
+            record=config.folder / run_folder.EVENTS if config.record else None,
+        )
         self._actor: Generator | None = None
         self._last = "no evaluation"
         self._evaluation: tuple[Generator, EnvGroup] | None = None

@@ -125,12 +125,14 @@ class Request(Protocol):
 
     Attributes:
         obs: What is to be acted on.
+        index: Of the decision: which row of `noise` is its own.
         noise: The stream of the environment that asks.
         answered_s: Loop time at which the environment got its last answer, 0 where it has waited for something else
             since (credit, its first episode). The actor writes it before it delivers.
     """
 
     obs: Observation
+    index: int
     noise: NoiseStream
     answered_s: float
 
@@ -148,7 +150,13 @@ class Request(Protocol):
 
 
 class Actor(Protocol):
-    """Answers requests in batches; `ebrl.Generator` is one."""
+    """Answers requests in batches; `ebrl.Generator` is one.
+
+    Attributes:
+        name: Of the service.
+    """
+
+    name: str
 
     @property
     def weights(self) -> WeightStore[Any]:

@@ -158,7 +158,7 @@ class Decision:
     Attributes:
         env: Index in its group.
         episode: Of that environment, from 0.
-        index: Decisions of that environment before this one, over all episodes.
+        index: Decisions that its environment had started before this one, over all episodes; keys its noise.
         obs: What the policy saw.
         out: What it answered.
         rewards: ``[n]`` one per executed step; what the program adds goes into the last of them.

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ebrl.core.errors import IN_CHILD, UNGUARDED, Closed, ConfigError
+from ebrl.core.events import EventLog
 from ebrl.core.machine import LocalMachine
 from ebrl.core.pools import Pool, ResourceManager
 from ebrl.core.profile_file import SavedProfiles, load
@@ -53,6 +54,7 @@ class Runtime:
 
     Attributes:
         clock: Loop time, to the microsecond: that of uvloop counts milliseconds, and whole batches may take less.
+        events: The log that is written, if there is one.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Runtime:
         tune: bool = True,
         pin: Mapping[Knob, Any] | None = None,
         profile: SavedProfiles | Path | str | None = None,
+        record: Path | str | None = None,
         grace_s: float = 1.5,
     ) -> None:
         """Describe a runtime.
@@ -81,6 +84,8 @@ class Runtime:
                 for turns. The rule of a generator is pinned by its own arguments.
             profile: What an earlier run or `ebrl probe` found out on this machine, or the file of it: services begin
                 with what it says of their names.
+            record: New file for the event log of a training run, with which `ebrl.replay` repeats it offline. Inference
+                is then padded to a fixed number of rows, so that no result depends on who shared a batch.
             grace_s: How long the end may wait for running calls.
 
         Raises:
@@ -95,6 +100,7 @@ class Runtime:
         self.seed = seed
         self.deterministic = deterministic
         self.trace = trace
+        self.events = EventLog(Path(record)) if record is not None else None
         self.clock: Callable[[], float] = time.monotonic
         clock = self.clock if self.machine.real else None  # that of a model's loop is not known yet: pools look for it
         cores = Pool("cores", self.machine.num_cores, clock=clock)
@@ -131,6 +137,9 @@ class Runtime:
             raise ConfigError(UNGUARDED)
         if not self.machine.real:
             self.clock = asyncio.get_running_loop().time
+        if self.events is not None:
+            self.events.open()  # may refuse its file: before there is anything to close
+            self._exit.callback(self.events.close)
         self._exit.enter_context(heeding_callbacks(self._scope))
         await self._exit.enter_async_context(self._scope)
         self._tune_interpreter()

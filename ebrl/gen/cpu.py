@@ -44,13 +44,17 @@ def infer(
         requests: B of them.
         version: Of the weights in `policy`.
         deterministic: Take the mode.
-        pad_to: Run the network on exactly so many rows, since results may depend on the number of rows in the last bit.
+        pad_to: Run the network on exactly so many rows at a time, since results may depend on the number of rows in the
+            last bit.
     """
+    if pad_to is not None and len(requests) > pad_to:
+        parts = [requests[i : i + pad_to] for i in range(0, len(requests), pad_to)]
+        return [answer for part in parts for answer in infer(policy, part, version, deterministic, pad_to)]
     size = policy.noise_dim
     if deterministic or not size:
         noise = np.zeros((len(requests), size), np.float32)
     else:
-        noise = np.concatenate([request.noise.draw(size) for request in requests]).reshape(-1, size)
+        noise = np.concatenate([request.noise.row(request.index, size) for request in requests]).reshape(-1, size)
     try:
         return _infer(policy, requests, noise, version, deterministic, pad_to)
     except WrongRows as error:

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from ebrl.gen.cpu import copy_weights, failure, infer
 from ebrl.gen.queue import BatchQueue
 
 MOST_LANES = 8  # that are tried: each has a copy of nothing, but its batches are smaller
-PAD_TO = (
-    32  # rows; of a deterministic run: zero-padded batches of 32 give every row the same bits, whatever their number
-)
+PAD_TO = 32
+"""Rows of each forward pass of a deterministic or recorded run: in batches of one size, padded where they are smaller,
+every row gets the same bits whoever shares its batch."""
 
 
 class Generator:
@@ -88,9 +87,10 @@ class Generator:
         self._trace = runtime.trace
         self._clock = runtime.clock
         self._batcher, self._num_lanes = self._first  # what was found in an earlier life may not fit
-        self._pad_to = PAD_TO if runtime.deterministic else None
-        if runtime.deterministic:
-            self._batcher = replace(self._batcher, threshold=min(self._batcher.threshold, PAD_TO), max_size=PAD_TO)
+        self._pad_to = PAD_TO if runtime.deterministic or runtime.events is not None else None
+        if runtime.events is not None:
+            threads = self._threads if runtime.machine.real else torch.get_num_threads()
+            runtime.events.describe("generators", self.name, threads=threads, deterministic=self._deterministic)
         self._weights = WeightStore(copy.deepcopy(self._policy), copy.deepcopy(self._policy), copy_weights)
         self._lanes = []
         self._grow(runtime, self._num_lanes)

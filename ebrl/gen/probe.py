@@ -84,7 +84,7 @@ async def probe_policy(
     if max_batch < 1:
         raise ConfigError(f"max_batch must be at least 1, got {max_batch}")
     observations = example_observations(spec, max_batch, stream(seed, Domain.NOISE))
-    rows = [_Row(obs, NoiseStream(stream(seed, Domain.NOISE, i))) for i, obs in enumerate(observations)]
+    rows = [_Row(obs, NoiseStream(seed, i)) for i, obs in enumerate(observations)]
     lane = runtime.machine.lane("gen", "probe-gen", runtime.claim("gen"), threads)
     if runtime.machine.real:
         await lane.run(torch.set_num_threads, threads, n=0)
@@ -114,6 +114,7 @@ class _Row:
     def __init__(self, obs: Observation, noise: NoiseStream) -> None:
         self.obs = obs
         self.noise = noise
+        self.index = 0
         self.answered_s = 0.0
 
     def cancelled(self) -> bool:

@@ -53,9 +53,9 @@ class EnvContext:
         self._actor = group.actor
         self._admission = group.admission
         self._loop = asyncio.get_running_loop()
-        self._noise = NoiseStream(stream(group.seed, Domain.NOISE, *key))
+        self._noise = NoiseStream(group.seed, *key, 0)
         self._request = ActStepRequest(self, self._noise)
-        self._other_noise: dict[int, NoiseStream] = {}
+        self._others: dict[int, _Other] = {}
         self.meter = EpisodeMeter()
         self._observe = group.observe
         self._trace = group.trace
@@ -142,7 +142,7 @@ class EnvContext:
                 await _wait_for_credit(self)
             started = True
             future: asyncio.Future[ActionOut] = self._loop.create_future()
-            request = ActRequest(self, self._noise, obs, future, self._request.answered_s)
+            request = ActRequest(self, self._noise, self.recorder.place, obs, future, self._request.answered_s)
             if not self.num_calls & SAMPLED:
                 _note_turnaround(self, request)
             self._actor.request(request)
@@ -182,6 +182,7 @@ class EnvContext:
             request = self._request
             if not self.num_calls & SAMPLED:
                 _note_turnaround(self, request)
+            request.index = self.recorder.place
             request.obs = obs
             request.future = future
             self._actor.request(request)
@@ -353,15 +354,26 @@ def _span(env: EnvContext, name: str) -> None:
     env._mark_s = now_s
 
 
+class _Other:
+    """What an environment keeps for an actor that is not its group's."""
+
+    __slots__ = ("noise", "num_asked")
+
+    def __init__(self, noise: NoiseStream) -> None:
+        self.noise = noise
+        self.num_asked = 0
+
+
 async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
-    streams = env._other_noise
-    noise = streams.get(id(actor))
-    if noise is None:
-        noise = NoiseStream(stream(env._group.seed, Domain.NOISE, *env._key, len(streams) + 1))
-        streams[id(actor)] = noise
+    others = env._others
+    other = others.get(id(actor))
+    if other is None:
+        other = others[id(actor)] = _Other(NoiseStream(env._group.seed, *env._key, len(others) + 1))
     env.num_calls += 1
     future: asyncio.Future[ActionOut] = env._loop.create_future()
-    actor.request(ActRequest(env, noise, obs, future))
+    request = ActRequest(env, other.noise, other.num_asked, obs, future)
+    other.num_asked += 1
+    actor.request(request)
     try:
         return await future
     except asyncio.CancelledError:

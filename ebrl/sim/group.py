@@ -194,6 +194,9 @@ class EnvGroup:
         if self._runtime is None:
             raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
         self.admission.open(batch_size, max_lag, per_env=self._runtime.deterministic and max_lag == 0)
+        if self._runtime.events is not None:
+            facts = {"specs": [self.spec.id], "count": self.count, "actor": self.actor.name}
+            self._runtime.events.describe("groups", self.name, **facts)
         for recorder in self._recorders:
             recorder.admission = self.admission
         self.plan.train(self.seed)

@@ -56,7 +56,7 @@ class Recorder:
 
     @property
     def num_decisions(self) -> int:
-        """Decisions so far, over all episodes."""
+        """Decisions so far, over all episodes; also those that were cancelled before their answer."""
         return self._num_decisions
 
     @property
@@ -109,6 +109,8 @@ class Recorder:
 
     def drop_current(self, reason: Drop) -> None:
         """The decision that was started ends here: it was not answered, or what came of it is not known."""
+        if self.current is None:
+            self._num_decisions += 1  # not answered: its number, which is that of its noise, is not given again
         self.current = None
         if self.admission is not None:
             self.admission.drop(self.env, reason, "in_flight")

@@ -16,15 +16,17 @@ class ActRequest:
     """`act`: the answer goes to the program.
 
     Attributes:
+        index: See `ebrl.core.protocols.Request`.
         answered_s: See `ebrl.core.protocols.Request`.
     """
 
-    __slots__ = ("answered_s", "context", "future", "noise", "obs")
+    __slots__ = ("answered_s", "context", "future", "index", "noise", "obs")
 
     def __init__(
         self,
         context: EnvContext,
         noise: NoiseStream,
+        index: int,
         obs: Observation,
         future: asyncio.Future[Any],
         answered_s: float = 0.0,
@@ -32,6 +34,7 @@ class ActRequest:
         self.answered_s = answered_s
         self.context = context
         self.noise = noise
+        self.index = index
         self.obs = obs
         self.future = future
 

@@ -21,6 +21,7 @@ from ebrl.core.readings import TrainReading
 from ebrl.core.records import TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
 from ebrl.train.assemble import Assembler, Dropped
+from ebrl.train.journal import Journal
 
 
 class Trainer:
@@ -73,6 +74,7 @@ class Trainer:
         self._assembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
         self._lane: Lane | None = None
+        self._journal: Journal | None = None
         self._num_updates = 0
         self._profile = StageProfile("train", name)
         self._update_s = 0.0
@@ -89,6 +91,10 @@ class Trainer:
         self._lane = runtime.machine.lane("train", f"{self.name}-0", runtime.claim("train"), self._threads)
         if runtime.machine.real:
             self._lane.run(torch.set_num_threads, self._threads, n=0)
+        if runtime.events is not None:
+            self._journal = Journal(
+                runtime.events, self._learner, seed=runtime.seed, name=self.name, max_lag=self.max_lag
+            )
         self._envs.open_training(self._learner.batch_size, self.max_lag)
         self._profile = StageProfile("train", self.name)
         runtime.profiles.add(self._profile)
@@ -174,7 +180,7 @@ class Trainer:
         return self._report(lags, metrics, update_s - hungry_s, done_s - update_s, done_s)
 
     def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
-        return self._learner.update(batch), batch.lags
+        return (self._journal or self._learner).update(batch), batch.lags
 
     async def _next_batch(self) -> TrainBatch:
         envs, assembler = self._envs, self._assembler
@@ -182,11 +188,14 @@ class Trainer:
             await envs.admission.ready()
             version = envs.actor.weights.version
             dropped: list[Dropped] = []
-            for segment in envs.take_segments(stale=version - self.max_lag):
+            segments = envs.take_segments(stale=version - self.max_lag)
+            for segment in segments:
                 dropped += assembler.add(segment)
             batch, too_old = assembler.take(version)
             dropped += too_old
             self._book(dropped)
+            if self._journal is not None:
+                self._journal.take(segments, envs.admission.ledger().dropped)
             if batch is not None:
                 return batch
             assert dropped, "a batch is finished by the ledger, and not in the assembler"

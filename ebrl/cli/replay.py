@@ -1,0 +1,38 @@
+"""``ebrl replay``: repeats a recorded run offline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+
+from ebrl.cli import folder as run_folder
+from ebrl.cli.config import ReplayConfig
+from ebrl.cli.eval import read_config
+from ebrl.cli.train import build, build_learner
+from ebrl.core.errors import ConfigError
+from ebrl.replayer import replay
+from ebrl.train.ppo import PPOConfig
+
+
+def replay_run(config: ReplayConfig) -> int:
+    """Run the command.
+
+    Returns:
+        Exit status: 0, or 1 when something was not as recorded.
+
+    Raises:
+        EbrlError: The folder holds no recorded run.
+    """
+    record = run_folder.load_config(config.run)
+    log = config.run / run_folder.EVENTS
+    if not log.is_file():
+        raise ConfigError(f"{config.run} was not recorded: train with --record")
+    try:
+        trained = replace(read_config(record), seed=record["seed"], ppo=PPOConfig(**record["ppo"]))
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"config.json in {config.run} is of another version of EBRL: {error}") from error
+    spec, policy = build(trained)
+    report = replay(log, spec, build_learner(trained, policy))
+    Console().print(report.describe(), soft_wrap=True, highlight=False, markup=False)
+    return 0 if report.mismatch is None else 1
