@@ -38,6 +38,7 @@ class Ask:
         self.env = env
         self.obs = obs
         self.noise = NoiseStream(stream(0, Domain.NOISE, env))
+        self.memory: Array | None = None
         self.future: asyncio.Future[ActionOut] = asyncio.get_running_loop().create_future()
         self.answered_s = -1.0
 

@@ -26,6 +26,7 @@ NAMES = [
     "PPOConfig",
     "Policy",
     "PolicyOut",
+    "RecurrentPolicy",
     "Runtime",
     "TorchPolicy",
     "Trace",

@@ -32,6 +32,9 @@ class EnvContext:
     Every call raises `ProgramError` while another one of the same environment runs, and all but `reset` and `call` do
     so before the first `reset` and after the end of an episode. Asking another actor is free of these rules.
 
+    What a policy with memory remembers begins anew with each episode. The group's own actor remembers what was
+    executed: an answer that no `step` follows leaves no trace. Another one remembers all that it answered.
+
     Attributes:
         index: Of this environment in its group.
         task: What the policy is asked to do.
@@ -55,7 +58,7 @@ class EnvContext:
         self._loop = asyncio.get_running_loop()
         self._noise = NoiseStream(stream(group.seed, Domain.NOISE, *key))
         self._request = ActStepRequest(self, self._noise)
-        self._other_noise: dict[int, NoiseStream] = {}
+        self._others: dict[int, _Other] = {}
         self.meter = EpisodeMeter()
         self._observe = group.observe
         self._trace = group.trace
@@ -114,6 +117,7 @@ class EnvContext:
             self._busy = None
         self._needs_reset = None
         self.episode += 1
+        self._request.memory = None
         meter.begin(self._loop.time(), self.recorder.num_decisions)
         self._last_obs = obs if self._observe is None else self._observe(obs)
         if self._trace is not None:
@@ -142,7 +146,7 @@ class EnvContext:
                 await _wait_for_credit(self)
             started = True
             future: asyncio.Future[ActionOut] = self._loop.create_future()
-            request = ActRequest(self, self._noise, obs, future, self._request.answered_s)
+            request = ActRequest(self, self._noise, obs, future, self._request.answered_s, self._request.memory)
             if not self.num_calls & SAMPLED:
                 _note_turnaround(self, request)
             self._actor.request(request)
@@ -330,6 +334,8 @@ def _took(env: EnvContext, result: StepResult) -> StepResult:
     if decision is not None:
         decision.rewards = decision.rewards + rewards if decision.num_steps else rewards
         decision.num_steps += len(rewards)
+        if decision.out.batch.memory is not None:
+            env._request.memory = decision.out.memory
     if result.terminated or result.truncated:
         if decision is not None:
             decision.terminated, decision.truncated = result.terminated, result.truncated
@@ -353,20 +359,41 @@ def _span(env: EnvContext, name: str) -> None:
     env._mark_s = now_s
 
 
+class _Other:
+    """What an environment keeps for an actor that is not its group's.
+
+    Attributes:
+        noise: Its stream.
+        episode: In which `memory` was made.
+        memory: What it remembers; see `ebrl.core.protocols.Request`.
+    """
+
+    __slots__ = ("episode", "memory", "noise")
+
+    def __init__(self, noise: NoiseStream) -> None:
+        self.noise = noise
+        self.episode = -1
+        self.memory: Array | None = None
+
+
 async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
-    streams = env._other_noise
-    noise = streams.get(id(actor))
-    if noise is None:
-        noise = NoiseStream(stream(env._group.seed, Domain.NOISE, *env._key, len(streams) + 1))
-        streams[id(actor)] = noise
+    others, episode = env._others, env.episode
+    other = others.get(id(actor))
+    if other is None:
+        other = _Other(NoiseStream(stream(env._group.seed, Domain.NOISE, *env._key, len(others) + 1)))
+        others[id(actor)] = other
     env.num_calls += 1
     future: asyncio.Future[ActionOut] = env._loop.create_future()
-    actor.request(ActRequest(env, noise, obs, future))
+    memory = other.memory if other.episode == episode else None
+    actor.request(ActRequest(env, other.noise, obs, future, memory=memory))
     try:
-        return await future
+        out = await future
     except asyncio.CancelledError:
         actor.withdraw()
         raise
+    if episode >= other.episode:  # not an answer that comes after those of a later episode
+        other.episode, other.memory = episode, out.memory
+    return out
 
 
 def _refuse(env: EnvContext, name: str) -> NoReturn:
