@@ -18,6 +18,7 @@ from torch import Tensor
 from ebrl.core.records import Array, BatchOut, Decision, Segment, TrainBatch
 from ebrl.core.rng import Domain, stream
 from ebrl.train.advantages import Steps, chunk_reward
+from ebrl.train.sequences import Sequences
 
 DiscountUnit: TypeAlias = Literal["step", "decision"]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -36,6 +37,7 @@ class Rollout:
         discount: ``[B]`` float64 numpy, from each decision to the next.
         terminated: ``[B]`` bool, on the CPU.
         ends: ``[S]`` last row of each segment, on the CPU.
+        sequences: Over which a policy with memory is unrolled; None without memory, where rows are scored one by one.
     """
 
     segments: list[Segment]
@@ -46,6 +48,7 @@ class Rollout:
     discount: NDArray[np.float64]
     terminated: Tensor
     ends: Tensor
+    sequences: Sequences | None
 
 
 @dataclass(slots=True)
@@ -123,6 +126,7 @@ class TorchLearner:
             discount=discount,
             terminated=torch.tensor([decision.terminated for decision in decisions]),
             ends=torch.from_numpy(ends),
+            sequences=Sequences(segments) if self.policy.memory_size else None,
         )
 
     def returns(self, decisions: Sequence[Decision]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -139,20 +143,36 @@ class TorchLearner:
     @torch.no_grad()
     def score(self, rollout: Rollout) -> Scores:
         """Score a rollout with the current weights, a minibatch at a time."""
-        num = self.batch_size
-        parts = [
-            self.policy.evaluate(take(rollout.observations, rows), take(rollout.aux, rows))[:2]
-            for rows in torch.split(torch.arange(num + len(rollout.segments), device=self.device), self.minibatch_size)
-        ]
-        log_prob, value = (torch.cat(part) for part in zip(*parts, strict=True))
+        num, size, sequences = self.batch_size, self.minibatch_size, rollout.sequences
+        if sequences is None:
+            groups = list(torch.split(torch.arange(num + len(rollout.segments)), size))
+        else:
+            groups = sequences.all_rows(size)
+        parts = [self.evaluate(rollout, rows.to(self.device))[:2] for rows in groups]
+        back = torch.cat(groups).argsort().to(self.device)
+        log_prob, value = (torch.cat(part)[back] for part in zip(*parts, strict=True))
         return Scores(log_prob[:num], value[:num], value[num:])
 
-    def minibatches(self, epochs: int) -> Iterator[Tensor]:
-        """Yield rows ``[minibatch_size]``, every row once per epoch, in an order keyed by the number of the update."""
+    def minibatches(self, rollout: Rollout, epochs: int) -> Iterator[Tensor]:
+        """Yield rows, every row once per epoch, in an order keyed by the number of the update.
+
+        A minibatch has `minibatch_size` rows; with memory about so many, since a sequence is not cut.
+        """
+        size, sequences = self.minibatch_size, rollout.sequences
         rng = stream(self.seed, Domain.LEARNER, self.num_updates)
         for _ in range(epochs):
-            order = torch.from_numpy(rng.permutation(self.batch_size)).to(self.device)
-            yield from torch.split(order, self.minibatch_size)
+            if sequences is None:
+                groups = list(torch.split(torch.from_numpy(rng.permutation(self.batch_size)), size))
+            else:
+                groups = sequences.minibatches(size, rng)
+            yield from (rows.to(self.device) for rows in groups)
+
+    def evaluate(self, rollout: Rollout, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Score rows of a rollout with the current weights; see `ebrl.core.protocols.Policy.evaluate`."""
+        observations, aux = take(rollout.observations, rows), take(rollout.aux, rows)
+        if rollout.sequences is None:
+            return self.policy.evaluate(observations, aux)  # type: ignore[no-any-return]
+        return self.policy.unroll(observations, aux, rollout.sequences.lengths(rows))  # type: ignore[no-any-return]
 
     def step(self, loss: Tensor) -> Tensor:
         """Take one gradient step.

@@ -22,7 +22,7 @@ import torch
 from ebrl.core.errors import ConfigError, PolicyError
 from ebrl.core.records import TrainBatch
 from ebrl.train.advantages import gae
-from ebrl.train.learner import DiscountUnit, Layout, TorchLearner, take, time_major
+from ebrl.train.learner import DiscountUnit, Layout, TorchLearner, time_major
 from ebrl.train.losses import (
     behaviour_weight,
     clipped_surrogate,
@@ -41,7 +41,7 @@ class PPOConfig:
     Attributes:
         batch_size: B, decisions per update.
         epochs: Passes over the batch.
-        minibatch_size: Decisions per gradient step; divides `batch_size`.
+        minibatch_size: Decisions per gradient step, with memory about so many; divides `batch_size`.
         learning_rate: Of Adam.
         gamma: Discount per `discount_unit`.
         gae_lambda: Of GAE, per decision.
@@ -163,9 +163,8 @@ class PPO(TorchLearner):
 
         # Gradient steps.
         rows_of_metrics = []
-        for rows in self.minibatches(cfg.epochs):
-            obs, aux = take(rollout.observations, rows), take(rollout.aux, rows)
-            log_prob_BHA, value_B, entropy_BHA = policy.evaluate(obs, aux)
+        for rows in self.minibatches(rollout, cfg.epochs):
+            log_prob_BHA, value_B, entropy_BHA = self.evaluate(rollout, rows)
             adv = standardize(advantage_B[rows]) if cfg.normalize_advantage else advantage_B[rows]
             surrogate = clipped_surrogate(
                 decision_log_prob(log_prob_BHA), anchor_B[rows], adv, weight_B[rows], clip_range=clip_range
