@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ebrl.gen.policies.base import TorchPolicy
     from ebrl.gen.policies.categorical import CategoricalPolicy
     from ebrl.gen.policies.gaussian import GaussianPolicy
+    from ebrl.gen.policies.recurrent import RecurrentPolicy
     from ebrl.gen.service import BatchService
     from ebrl.replayer import replay
     from ebrl.sim.check import check_env
@@ -55,6 +56,7 @@ _HOMES = {
     "PPOConfig": "train.ppo",
     "Policy": "core.protocols",
     "PolicyOut": "core.protocols",
+    "RecurrentPolicy": "gen.policies.recurrent",
     "Runtime": "core.runtime",
     "TorchPolicy": "gen.policies.base",
     "Trace": "core.trace",
@@ -89,6 +91,7 @@ __all__ = [
     "PPOConfig",
     "Policy",
     "PolicyOut",
+    "RecurrentPolicy",
     "Runtime",
     "TorchPolicy",
     "Trace",

@@ -137,6 +137,7 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     "seed": (["--env", "CartPole-v1", "--seed", "-1"], ["--seed must be at least 0, got -1"]),
     "no width": (["--env", "CartPole-v1", "--hidden", "0"], ["hidden", "0"]),
     "negative width": (["--env", "CartPole-v1", "--hidden", "-4"], ["hidden", "-4"]),
+    "memory": (["--env", "CartPole-v1", "--memory-size", "-1"], ["--memory-size must be at least 0, got -1"]),
     "batch": (["--env", "CartPole-v1", "--ppo.batch-size", "0"], ["batch_size", "at least 1"]),
     "minibatch": (["--env", "CartPole-v1", "--ppo.minibatch-size", "100"], ["minibatch_size=100", "divisor"]),
     "discount": (["--env", "CartPole-v1", "--ppo.gamma", "1.5"], ["gamma=1.5", "0..1"]),
@@ -204,9 +205,12 @@ def test_bad_data_of_a_simulator_is_one_line_with_its_place(
 
 
 @pytest.mark.slow
-def test_a_run_can_be_evaluated_afterwards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = str(tmp_path / "run")
-    assert main(["train", "--env", "CartPole-v1", *SMALL, "--updates", "2", "--run-dir", folder]) == 0
+@pytest.mark.parametrize("memory_size", ["0", "3"])
+def test_a_run_can_be_evaluated_afterwards(
+    memory_size: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder, options = str(tmp_path / "run"), [*SMALL, "--memory-size", memory_size]
+    assert main(["train", "--env", "CartPole-v1", *options, "--updates", "2", "--run-dir", folder]) == 0
     assert_whole(tmp_path / "run")
     capsys.readouterr()
     printed = []

@@ -42,6 +42,7 @@ class Ask:
         self.index = index
         self.obs = obs
         self.noise = NoiseStream(0, env)
+        self.memory: Array | None = None
         self.future: asyncio.Future[ActionOut] = asyncio.get_running_loop().create_future()
         self.answered_s = -1.0
 
@@ -496,15 +497,18 @@ def test_threads_of_lanes_end_with_their_generator_whatever_is_used_of_them() ->
                         gen.request(ask)
                         await asyncio.sleep(0)  # a batch of its own, if a lane is free
                     await asyncio.gather(*(ask.future for ask in asks))
-                assert lane_threads() == {"ebrl-gen-0", "ebrl-gen-1", "ebrl-gen-2"}
+                threads = lane_threads()
+                assert set(threads) == {"ebrl-gen-0", "ebrl-gen-1", "ebrl-gen-2"}
                 await rt.stop(gen)
-                assert lane_threads() == set()
+                for thread in threads.values():
+                    thread.join(10)  # it has said that it ends, and may not have left yet
+                assert not any(thread.is_alive() for thread in threads.values())
 
     asyncio.run(main())
 
 
-def lane_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("ebrl-gen")}
+def lane_threads() -> dict[str, threading.Thread]:
+    return {thread.name: thread for thread in threading.enumerate() if thread.name.startswith("ebrl-gen")}
 
 
 # Any function as a service.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ebrl.core.errors import ConfigError, PolicyError, SpaceError
-from ebrl.core.protocols import PolicyOut
+from ebrl.core.protocols import MEMORY, PolicyOut
 from ebrl.core.records import ArraySpec, EnvSpec, Observation
 from ebrl.gen.check import check_policy, example_observations
 from ebrl.gen.fake import ScriptedPolicy
-from ebrl.gen.policies import CategoricalPolicy, GaussianPolicy, default_policy
+from ebrl.gen.policies import CategoricalPolicy, GaussianPolicy, RecurrentPolicy, default_policy
 from ebrl.gen.policies.base import TorchPolicy, mlp
 from ebrl.gen.policies.normalizer import ObservationNormalizer
 
@@ -52,6 +52,8 @@ def test_stock_policies_pass_the_check(observation: ArraySpec | Mapping[str, Arr
     check_policy(GaussianPolicy.for_spec(box, normalize=normalize), box)
     check_policy(GaussianPolicy.for_spec(box, normalize=normalize, horizon=4), box)
     check_policy(CategoricalPolicy.for_spec(choice, normalize=normalize), choice)
+    check_policy(RecurrentPolicy.for_spec(box, memory_size=7, horizon=4, normalize=normalize), box)
+    check_policy(RecurrentPolicy.for_spec(choice, memory_size=7, hidden=(), normalize=normalize), choice)
 
 
 @pytest.mark.parametrize("action", [BOX, CHOICE, ArraySpec((2, 2), "float64")], ids=["box", "choice", "matrix"])
@@ -74,10 +76,12 @@ def test_the_check_leaves_the_policy_alone() -> None:
 
 def test_same_seed_same_weights_and_the_global_generator_untouched() -> None:
     state = torch.get_rng_state()
-    a, b, c = (GaussianPolicy.for_spec(make_spec(), seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-    assert not torch.equal(a.mean[0].weight, c.mean[0].weight)  # type: ignore[arg-type]
+    for make in (GaussianPolicy.for_spec, RecurrentPolicy.for_spec):
+        a, b, c = (make(make_spec(), seed=seed) for seed in (1, 1, 2))
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+        weights = [(x, y) for x, y in zip(a.parameters(), c.parameters(), strict=True) if x.ndim == 2 and x.numel() > 6]
+        assert not any(torch.equal(x, y) for x, y in weights)
 
 
 def test_mlp_is_orthogonal() -> None:
@@ -162,8 +166,17 @@ def test_the_normalizer_is_part_of_the_version() -> None:
 def test_default_policy() -> None:
     assert isinstance(default_policy(make_spec(BOX), horizon=2), GaussianPolicy)
     assert isinstance(default_policy(make_spec(CHOICE)), CategoricalPolicy)
+    for spec, head in ((make_spec(BOX), GaussianPolicy), (make_spec(CHOICE), CategoricalPolicy)):
+        policy = default_policy(spec, memory_size=5, hidden=(3,))
+        assert isinstance(policy, RecurrentPolicy)
+        assert isinstance(policy.head, head)
+        assert policy.memory_size == 5
     with pytest.raises(ConfigError, match=r"horizon=2: Toy-v0 has discrete actions"):
         default_policy(make_spec(CHOICE), horizon=2)
+    with pytest.raises(ConfigError, match=r"horizon=2: Toy-v0 has discrete actions"):
+        default_policy(make_spec(CHOICE), horizon=2, memory_size=5)
+    with pytest.raises(ConfigError, match=r"memory_size=-1: a policy with memory remembers at least 1 number"):
+        default_policy(make_spec(CHOICE), memory_size=-1)
 
 
 @pytest.mark.parametrize(
@@ -402,6 +415,124 @@ def test_the_check_names_the_violation(broken: type[Good], message: str) -> None
         check_policy(broken(), make_spec())
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(broken.__name__)
+
+
+class Recurrent(Good):
+    """The memory is a sum of what was seen that fades; what is seen for the policy is the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory_size = 5
+
+    def after(self, batch: dict[str, Tensor], memory: Tensor) -> Tensor:
+        return torch.tanh(0.5 * memory + batch["state"])
+
+    def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+        memory = self.after(batch, batch[MEMORY])
+        out = super().act({"state": memory}, noise, deterministic)
+        out.memory = memory
+        return out
+
+    def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        return super().evaluate({"state": self.after(batch, aux[MEMORY])}, aux)
+
+    def unroll(self, batch: dict[str, Tensor], aux: dict[str, Tensor], lengths: Sequence[int]) -> Any:
+        rows: list[Tensor] = []
+        for length in lengths:
+            memory = aux[MEMORY][len(rows) : len(rows) + 1]
+            for row in range(len(rows), len(rows) + length):
+                memory = self.after({"state": batch["state"][row : row + 1]}, memory)
+                rows.append(memory)
+        return super().evaluate({"state": torch.cat(rows)}, aux)
+
+
+def remembers(change: Callable[[Tensor], Any]) -> type[Recurrent]:
+    """Make a policy that gives back another memory."""
+
+    class Changed(Recurrent):
+        def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+            out = super().act(batch, noise, deterministic)
+            assert out.memory is not None
+            out.memory = change(out.memory)
+            return out
+
+    return Changed
+
+
+class NegativeMemory(Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory_size = -1
+
+
+class NoMemorySize(Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory_size = 0
+
+    def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+        return super().act({MEMORY: torch.zeros(len(noise), 5), **batch}, noise, deterministic)
+
+
+class CollatesMemory(Recurrent):
+    def collate(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
+        return {MEMORY: torch.zeros(len(observations), 5), **super().collate(observations)}
+
+
+class WritesMemory(Recurrent):
+    def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+        out = super().act(batch, noise, deterministic)
+        batch[MEMORY].add_(1.0)
+        return out
+
+
+class RemembersTheBatch(Recurrent):
+    def after(self, batch: dict[str, Tensor], memory: Tensor) -> Tensor:
+        return super().after(batch, memory + memory.mean(0))
+
+
+class ScoresFromNothing(Recurrent):
+    def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        return super().evaluate(batch, {**aux, MEMORY: 0 * aux[MEMORY]})
+
+
+class NoUnroll(Recurrent):
+    unroll = None  # type: ignore[assignment]
+
+
+class UnrollsFromNothing(Recurrent):
+    def unroll(self, batch: dict[str, Tensor], aux: dict[str, Tensor], lengths: Sequence[int]) -> Any:
+        return super().unroll(batch, {**aux, MEMORY: 0 * aux[MEMORY]}, lengths)
+
+
+class UnrollsAsOne(Recurrent):
+    def unroll(self, batch: dict[str, Tensor], aux: dict[str, Tensor], lengths: Sequence[int]) -> Any:
+        return super().unroll(batch, aux, [sum(lengths)])
+
+
+BROKEN_MEMORY: list[tuple[type[Good], str]] = [
+    (NegativeMemory, "memory_size is -1; it counts numbers"),
+    (NoMemorySize, "act returns a memory, but memory_size is 0"),
+    (CollatesMemory, "collate has an entry 'memory'; that is where the memory goes"),
+    (WritesMemory, "act writes into the memory that it is given"),
+    (RemembersTheBatch, "rows depend on their company"),
+    (remembers(lambda memory: None), r"memory of act must be torch.float32 \[5, 5\], got NoneType"),
+    (remembers(lambda memory: memory[:, :3]), r"memory of act must be torch.float32 \[5, 5\], got .* \[5, 3\]"),
+    (remembers(lambda memory: memory * torch.nan), "memory of act has NaN or infinity"),
+    (ScoresFromNothing, "evaluate's log_prob differs from act's"),
+    (NoUnroll, "a policy with memory needs a method unroll"),
+    (UnrollsFromNothing, "unroll's log_prob differs from act's"),
+    (UnrollsAsOne, "unroll's log_prob differs from act's"),
+]
+
+
+def test_a_policy_with_memory_of_ones_own_passes_the_check() -> None:
+    check_policy(Recurrent(), make_spec())
+
+
+@pytest.mark.parametrize(("broken", "message"), BROKEN_MEMORY, ids=[message[:40] for _, message in BROKEN_MEMORY])
+def test_the_check_names_what_is_wrong_with_a_memory(broken: type[Good], message: str) -> None:
+    test_the_check_names_the_violation(broken, message)
 
 
 def test_the_check_notices_a_bad_copy() -> None:

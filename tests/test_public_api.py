@@ -28,6 +28,7 @@ NAMES = [
     "PPOConfig",
     "Policy",
     "PolicyOut",
+    "RecurrentPolicy",
     "Runtime",
     "TorchPolicy",
     "Trace",

@@ -16,7 +16,7 @@ from torch import Tensor
 from ebrl.core.errors import PolicyError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.protocols import Machine, PolicyOut
-from ebrl.core.records import ActionOut, Decision, EnvSpec, Observation
+from ebrl.core.records import ActionOut, Array, Decision, EnvSpec, Observation
 from ebrl.core.rng import NoiseStream, episode_seed, name_key
 from ebrl.core.runtime import Runtime
 from ebrl.core.virtual import run_virtual
@@ -212,6 +212,7 @@ class Row:
         self.index = index
         self.obs: Observation = np.full(3, sees, np.float32)
         self.noise = NoiseStream(0, env)
+        self.memory: Array | None = None
         self.answered_s = 0.0
 
     def cancelled(self) -> bool:

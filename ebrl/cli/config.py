@@ -27,6 +27,7 @@ class TrainConfig:
         host: Where they run; default: what the environment wants.
         lanes: Threads or processes that share them; default: one thread each, or one process per core.
         hidden: Widths of the policy's hidden layers.
+        memory_size: Numbers that the policy remembers within an episode; 0: none.
         normalize_obs: Scale observations by running statistics.
         ppo: Options of the learner.
         updates: Updates at most.
@@ -51,6 +52,7 @@ class TrainConfig:
     host: Host | None = None
     lanes: int | None = None
     hidden: tuple[int, ...] = (64, 64)
+    memory_size: int = 0
     normalize_obs: bool = True
     ppo: PPOConfig = field(default_factory=PPOConfig)
     updates: int = 200
@@ -69,7 +71,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("num_envs", "lanes", "updates", "horizon", "eval_every", "eval_episodes", "action_repeat"):
             at_least(name, getattr(self, name), 1)
-        for name in ("max_lag", "seed"):
+        for name in ("max_lag", "memory_size", "seed"):
             at_least(name, getattr(self, name), 0)
         for name in sorted({"action_repeat", "horizon", "host", "task"} & self.env_kwargs.keys()):
             raise ConfigError(
@@ -146,6 +148,7 @@ class ProbeConfig:
         host: Where simulators run; default: what the environment wants.
         policy: Measure also the policy that ``ebrl train`` would begin with in this environment.
         hidden: Widths of the hidden layers of that policy.
+        memory_size: Numbers that it remembers; 0: none.
         max_batch: Most rows of a batch.
         seconds: That simulators are measured for, and so long the policy.
         seed: Of episodes, actions and observations.
@@ -158,6 +161,7 @@ class ProbeConfig:
     host: Host | None = None
     policy: bool = False
     hidden: tuple[int, ...] = (64, 64)
+    memory_size: int = 0
     max_batch: int = 64
     seconds: float = 5.0
     seed: int = 0
@@ -165,6 +169,7 @@ class ProbeConfig:
 
     def __post_init__(self) -> None:
         at_least("max_batch", self.max_batch, 1)
+        at_least("memory_size", self.memory_size, 0)
         at_least("seed", self.seed, 0)
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"--seconds must be a number above 0, got {self.seconds}")
@@ -177,6 +182,7 @@ class ProbeConfig:
             horizon=self.horizon,
             host=self.host,
             hidden=self.hidden,
+            memory_size=self.memory_size,
             seed=self.seed,
         )
 

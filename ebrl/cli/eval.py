@@ -41,6 +41,7 @@ def eval_run(config: EvalConfig) -> int:
 
 def read_config(record: dict[str, Any]) -> TrainConfig:
     """Make a configuration from what `ebrl.cli.folder.create` wrote; only what describes environment and policy."""
-    names = {"env", "env_kwargs", "horizon", "action_repeat", "num_envs", "host", "lanes", "hidden", "normalize_obs"}
+    names = {"env", "env_kwargs", "horizon", "action_repeat", "num_envs", "host", "lanes"}
+    names |= {"hidden", "memory_size", "normalize_obs"}
     values = {name: value for name, value in record.items() if name in names}
     return TrainConfig(**{**values, "hidden": tuple(values["hidden"])})

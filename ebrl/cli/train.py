@@ -65,7 +65,14 @@ def describe(config: TrainConfig) -> EnvSpec:
 def build(config: TrainConfig) -> tuple[EnvSpec, TorchPolicy]:
     """Make the environment's description and an untrained policy for it."""
     spec = describe(config)
-    return spec, default_policy(spec, hidden=config.hidden, normalize=config.normalize_obs, seed=config.seed)
+    policy = default_policy(
+        spec,
+        hidden=config.hidden,
+        memory_size=config.memory_size,
+        normalize=config.normalize_obs,
+        seed=config.seed,
+    )
+    return spec, policy
 
 
 def build_learner(config: TrainConfig, policy: TorchPolicy) -> PPO:

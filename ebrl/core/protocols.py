@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ebrl.core.records import ActionOut, Episode, Observation, Segment, TrainBatch
+from ebrl.core.records import ActionOut, Array, Episode, Observation, Segment, TrainBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ebrl.core.weights import WeightStore
 
 T = TypeVar("T")
+
+MEMORY = "memory"
+"""Where a policy with memory finds what it remembers: in the batch of `Policy.act`, and in `aux` when scoring."""
 
 
 class Lane(Protocol):
@@ -127,6 +130,7 @@ class Request(Protocol):
         obs: What is to be acted on.
         index: Of the decision: which row of `noise` is its own.
         noise: The stream of the environment that asks.
+        memory: ``[M]`` what a policy with memory remembers of the episode; None at its start. Read by the actor.
         answered_s: Loop time at which the environment got its last answer, 0 where it has waited for something else
             since (credit, its first episode). The actor writes it before it delivers.
     """
@@ -134,6 +138,7 @@ class Request(Protocol):
     obs: Observation
     index: int
     noise: NoiseStream
+    memory: Array | None
     answered_s: float
 
     def cancelled(self) -> bool:
@@ -208,6 +213,7 @@ class PolicyOut:
     log_prob: Tensor
     value: Tensor
     aux: dict[str, Tensor]
+    memory: Tensor | None = None
 
 
 class Policy(Protocol):
@@ -221,6 +227,10 @@ class Policy(Protocol):
     def noise_dim(self) -> int:
         """Standard normal numbers that one decision consumes."""
 
+    @property
+    def memory_size(self) -> int:
+        """M: numbers that it remembers from one decision of an episode to the next; 0: none."""
+
     def collate(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
         """Stack B observations. Called on a generation lane, and on the training lane."""
 
@@ -230,7 +240,8 @@ class Policy(Protocol):
         Rows must not depend on each other, so that a decision does not depend on who shared its batch.
 
         Args:
-            batch: From `collate`.
+            batch: From `collate`. With memory, ``batch["memory"]`` ``[B, M]`` float32 is what each row's environment
+                got as `PolicyOut.memory` from the decision before, and zeros at the start of an episode.
             noise: ``[B, noise_dim]`` float32 standard normal, from the streams of the environments; the only
                 randomness that may be used.
             deterministic: Ignore `noise` and take the mode.
@@ -238,6 +249,10 @@ class Policy(Protocol):
 
     def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Score samples again, with gradients. Called on the training lane.
+
+        Args:
+            batch: From `collate`.
+            aux: From `act`. With memory, ``aux["memory"]`` ``[B, M]`` is what was remembered before each decision.
 
         Returns:
             log-probability ``[B, H, A]`` (un-summed), value ``[B]``, entropy ``[B, H, A]``.
@@ -248,6 +263,25 @@ class Policy(Protocol):
 
         Called once per update on the training lane, after the last gradient step: until the next version is
         published, acting and scoring then use the same statistics, and the ratio at lag 0 is exactly 1.
+        """
+
+
+class MemoryPolicy(Policy, Protocol):
+    """A policy whose `memory_size` is not 0: it is trained on sequences, and gradients go through what it remembers."""
+
+    def unroll(
+        self, batch: dict[str, Tensor], aux: dict[str, Tensor], lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Score sequences of consecutive decisions again, with gradients. Called on the training lane.
+
+        Args:
+            batch: From `collate`: one sequence after the other, each in the order of time.
+            aux: As for `evaluate`. Only the memory before the first decision of each sequence may be used; from there
+                on it is computed anew.
+            lengths: Rows of each sequence.
+
+        Returns:
+            As `evaluate`, in the order of the rows.
         """
 
 

@@ -112,12 +112,15 @@ class BatchOut:
         log_prob: ``[B, H, A]`` float32, un-summed, of what was sampled (before clipping).
         value: ``[B]`` float32.
         aux: Leading dimension B: all that `Policy.evaluate` needs to score the same sample again.
+        memory: ``[B, M]`` float32 of a policy with memory: what it remembers after these decisions. What it remembered
+            before them is ``aux["memory"]``, so that a segment may be cut anywhere.
     """
 
     action: Array
     log_prob: Array
     value: Array
     aux: dict[str, Array]
+    memory: Array | None = None
 
 
 @dataclass(slots=True)
@@ -144,6 +147,11 @@ class ActionOut:
     def value(self) -> float:
         """The critic's estimate when acting."""
         return float(self.batch.value[self.row])
+
+    @property
+    def memory(self) -> Array | None:
+        """``[M]`` what a policy with memory remembers from here on; None without."""
+        return None if self.batch.memory is None else self.batch.memory[self.row]
 
     @property
     def aux(self) -> dict[str, Array]:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ebrl.core.errors import ConfigError, PolicyError
-from ebrl.core.protocols import PolicyOut
+from ebrl.core.protocols import MEMORY, PolicyOut
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation
 from ebrl.core.rng import Domain, stream
 
 TOLERANCE = 1e-5
+NUM_STEPS = 3  # decisions in a row, of a policy with memory
 
 
 def check_policy(policy: Any, spec: EnvSpec, *, batch_size: int = 5, seed: int = 0) -> None:
@@ -90,6 +91,7 @@ class _Check:
         rng = stream(seed, Domain.NOISE)
         self.require(policy.horizon >= 1, f"horizon is {policy.horizon}; a chunk has at least 1 action")
         self.require(policy.noise_dim >= 0, f"noise_dim is {policy.noise_dim}; it counts numbers")
+        self.require(policy.memory_size >= 0, f"memory_size is {policy.memory_size}; it counts numbers")
         self.observations = example_observations(spec, batch_size, rng)
         size = (2, batch_size, policy.noise_dim)
         self.noise, self.other_noise = torch.from_numpy(rng.standard_normal(size, np.float32))
@@ -102,6 +104,12 @@ class _Check:
         state = torch.get_rng_state()
         self.batch = self.policy.collate(self.observations)
         self.check_rows("collate", self.batch)
+        self.require(MEMORY not in self.batch, f"collate has an entry {MEMORY!r}; that is where the memory goes")
+        if self.policy.memory_size:
+            self.batch[MEMORY] = torch.zeros(self.num, self.policy.memory_size)
+            first = self.act(noise=self.other_noise)
+            self.check_act(first)
+            self.batch[MEMORY] = first.memory
         out = self.act()
         self.check_act(out)
         self.check_generator("act", state)
@@ -109,10 +117,12 @@ class _Check:
         self.check_deterministic()
         self.check_row_independence(out)
         scores = self.policy.evaluate(self.batch, out.aux)
-        self.check_evaluate(out, scores)
+        self.check_scores("evaluate", scores, out.log_prob, out.value)
         self.check_generator("evaluate", state)
         self.check_gradients(scores)
         self.check_state(out)
+        if self.policy.memory_size:
+            self.check_unroll()
 
     def act(
         self, rows: Any = slice(None), *, policy: Any = None, noise: Tensor | None = None, deterministic: bool = False
@@ -120,9 +130,14 @@ class _Check:
         policy = self.policy if policy is None else policy
         noise = self.noise if noise is None else noise
         batch = {name: x[rows] for name, x in self.batch.items()}
+        before = batch[MEMORY].clone() if MEMORY in batch else None
         with torch.no_grad():
             out = policy.act(batch, noise[rows], deterministic)
         self.require(isinstance(out, PolicyOut), f"act must return a PolicyOut, got {type(out).__name__}")
+        if before is not None:
+            self.require(torch.equal(before, batch[MEMORY]), "act writes into the memory that it is given")
+            self.require(MEMORY not in out.aux, f"aux has an entry {MEMORY!r}; the generator puts the memory there")
+            out.aux = {**out.aux, MEMORY: before}
         return out  # type: ignore[no-any-return]
 
     def check_rows(self, what: str, tensors: Any) -> None:
@@ -145,6 +160,9 @@ class _Check:
         self.check_array("log_prob of act", out.log_prob, (num, horizon, action.size))
         self.check_array("value of act", out.value, (num,))
         self.check_rows("aux", out.aux)
+        if self.policy.memory_size:
+            self.check_array("memory of act", out.memory, (num, self.policy.memory_size))
+        self.require(bool(self.policy.memory_size) or out.memory is None, "act returns a memory, but memory_size is 0")
         with_gradient = any(x.requires_grad for x in _tensors(out))
         self.require(not with_gradient, "act returns a view of a parameter, which has a gradient; detach it")
         chosen = out.action.numpy()
@@ -177,23 +195,23 @@ class _Check:
         }
         for what, rows in parts.items():
             aux = {name: x[rows] for name, x in out.aux.items()}
-            expected = PolicyOut(out.action[rows], out.log_prob[rows], out.value[rows], aux)
+            memory = None if out.memory is None else out.memory[rows]
+            expected = PolicyOut(out.action[rows], out.log_prob[rows], out.value[rows], aux, memory)
             message = f"rows depend on their {what}; a decision must not depend on who shares its batch"
             self.check_same(expected, self.act(rows), message)
 
-    def check_evaluate(self, out: PolicyOut, scores: Any) -> None:
+    def check_scores(self, method: str, scores: Any, log_prob: Tensor, value: Tensor) -> None:
         kind = f"tuple of {len(scores)}" if isinstance(scores, tuple) else type(scores).__name__
-        self.require(kind == "tuple of 3", f"evaluate must return (log_prob, value, entropy), got {kind}")
+        self.require(kind == "tuple of 3", f"{method} must return (log_prob, value, entropy), got {kind}")
         for what, x in zip(("log_prob", "value", "entropy"), scores, strict=True):
-            shape = (self.num,) if what == "value" else tuple(out.log_prob.shape)
-            self.check_array(f"{what} of evaluate", x, shape)
-        log_prob, value, _ = (x.detach() for x in scores)
+            self.check_array(f"{what} of {method}", x, tuple(value.shape if what == "value" else log_prob.shape))
+        ours, critic, _ = (x.detach() for x in scores)
         self.require(
-            _close(log_prob, out.log_prob),
-            f"evaluate's log_prob differs from act's by up to {float((log_prob - out.log_prob).abs().max()):.3g}; "
+            _close(ours, log_prob),
+            f"{method}'s log_prob differs from act's by up to {float((ours - log_prob).abs().max()):.3g}; "
             "the ratio at lag 0 must be 1",
         )
-        self.require(_close(value, out.value), "evaluate's value differs from act's")
+        self.require(_close(critic, value), f"{method}'s value differs from act's")
 
     def check_gradients(self, scores: tuple[Tensor, ...]) -> None:
         total = torch.stack([x.sum() for x in scores]).sum()
@@ -216,9 +234,33 @@ class _Check:
         message = "what observe learns is not in state_dict, so it would never be published; keep it in buffers"
         self.check_same(self.act(policy=after), self.act(policy=before), message)
 
+    def check_unroll(self) -> None:
+        """Act a few times in a row in every environment, then score the decisions as sequences, whole and cut."""
+        self.require(callable(getattr(self.policy, "unroll", None)), "a policy with memory needs a method unroll")
+        outs, batches = [], []
+        for _ in range(NUM_STEPS):
+            outs.append(self.act())
+            batches.append({name: x for name, x in self.batch.items() if name != MEMORY})
+            self.batch = {name: x.roll(1, 0) for name, x in batches[-1].items()} | {MEMORY: outs[-1].memory}
+        # From one step after another to one environment after another.
+        order = torch.arange(NUM_STEPS * self.num).view(NUM_STEPS, self.num).T.flatten()
+        batch, aux = _stack(batches, order), _stack([out.aux for out in outs], order)
+        log_prob = torch.cat([out.log_prob for out in outs])[order]
+        value = torch.cat([out.value for out in outs])[order]
+        for cut in (NUM_STEPS, 1):
+            lengths = [n for _ in range(self.num) for n in (cut, NUM_STEPS - cut) if n]
+            scores = self.policy.unroll(batch, aux, lengths)
+            self.check_scores("unroll", scores, log_prob, value)
+        self.check_gradients(scores)
+
+
+def _stack(parts: list[dict[str, Tensor]], order: Tensor) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+
 
 def _tensors(out: PolicyOut) -> list[Tensor]:
-    return [out.action, out.log_prob, out.value, *(out.aux[name] for name in sorted(out.aux))]
+    memory = [] if out.memory is None else [out.memory]
+    return [out.action, out.log_prob, out.value, *(out.aux[name] for name in sorted(out.aux)), *memory]
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ebrl.core.errors import PolicyError
-from ebrl.core.protocols import Request
-from ebrl.core.records import ActionOut, Array, BatchOut
+from ebrl.core.protocols import MEMORY, Request
+from ebrl.core.records import ActionOut, Array, BatchOut, Observation
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -98,28 +98,56 @@ def _infer(
     if pad_to is not None and num < pad_to:
         observations += [observations[-1]] * (pad_to - num)
         noise = np.concatenate([noise, np.zeros((pad_to - num, noise.shape[1]), np.float32)])
+    memory = _memories(requests, len(observations), policy.memory_size) if policy.memory_size else None
+    batch = _act(policy, observations, memory, noise, deterministic)
+    answers: list[ActionOut | PolicyError] = [
+        ActionOut(row, version, batch, i) for i, row in enumerate(batch.action[:num])
+    ]
+    for what, array in (
+        ("an action", batch.action),
+        ("a log-probability", batch.log_prob),
+        ("a value", batch.value),
+        ("a memory", batch.memory),
+    ):
+        if array is not None and array.dtype.kind == "f" and not np.isfinite(array[:num]).all():
+            for i in range(num):
+                if not np.isfinite(array[i]).all():
+                    answers[i] = PolicyError(f"the policy gave {what} that is not finite for {requests[i].where()}")
+    return answers
+
+
+def _act(
+    policy: Any, observations: Sequence[Observation], memory: Array | None, noise: np.ndarray, deterministic: bool
+) -> BatchOut:
+    """Call the policy, and see that every observation has its row."""
     with torch.inference_mode():
-        out = policy.act(policy.collate(observations), torch.from_numpy(noise), deterministic)
+        inputs = policy.collate(observations)
+        if memory is not None:
+            inputs[MEMORY] = torch.from_numpy(memory)
+        out = policy.act(inputs, torch.from_numpy(noise), deterministic)
         batch = BatchOut(
             _own(out.action),
             _own(out.log_prob.float()),
             _own(out.value.float()),
             {name: _own(rows) for name, rows in out.aux.items()},
+            None if out.memory is None else _own(out.memory.float()),
         )
     rows = {"action": batch.action, "log_prob": batch.log_prob, "value": batch.value, **batch.aux}
     for name, array in rows.items():
         if array.shape[:1] != (len(observations),):
             raise WrongRows(f"{name} has shape {array.shape} for {len(observations)} observations")
-    action = batch.action
-    answers: list[ActionOut | PolicyError] = [ActionOut(row, version, batch, i) for i, row in enumerate(action[:num])]
-    for name, array in list(rows.items())[:3]:
-        if array.dtype.kind == "f" and not np.isfinite(array[:num]).all():
-            for i in range(num):
-                if not np.isfinite(array[i]).all():
-                    answers[i] = PolicyError(
-                        f"the policy gave {_ARTICLE[name]} that is not finite for {requests[i].where()}"
-                    )
-    return answers
+    forms = [None if array is None else array.shape for array in (batch.memory, memory)]
+    if forms[0] != forms[1]:
+        raise WrongRows(f"memory has shape {forms[0]} and not {forms[1]}, as memory_size={policy.memory_size} says")
+    if memory is not None:
+        batch.aux[MEMORY] = memory
+    return batch
 
 
-_ARTICLE = {"action": "an action", "log_prob": "a log-probability", "value": "a value"}
+def _memories(requests: Sequence[Request], num_rows: int, size: int) -> Array:
+    """Return ``[num_rows, size]``: zeros at the start of an episode, and for padding."""
+    memory = np.zeros((num_rows, size), np.float32)
+    for i, request in enumerate(requests):
+        if request.memory is not None:
+            memory[i] = request.memory
+    return memory

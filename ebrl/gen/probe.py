@@ -11,7 +11,7 @@ import torch
 from ebrl.core.errors import ConfigError, PolicyError
 from ebrl.core.profile import StageProfile, StageRecord
 from ebrl.core.protocols import Lane, Request
-from ebrl.core.records import ActionOut, EnvSpec, Observation
+from ebrl.core.records import ActionOut, Array, EnvSpec, Observation
 from ebrl.core.rng import Domain, NoiseStream, stream
 from ebrl.core.runtime import Runtime
 from ebrl.gen.check import example_observations
@@ -115,6 +115,7 @@ class _Row:
         self.obs = obs
         self.noise = noise
         self.index = 0
+        self.memory: Array | None = None
         self.answered_s = 0.0
 
     def cancelled(self) -> bool:

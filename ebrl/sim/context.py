@@ -32,6 +32,9 @@ class EnvContext:
     Every call raises `ProgramError` while another one of the same environment runs, and all but `reset` and `call` do
     so before the first `reset` and after the end of an episode. Asking another actor is free of these rules.
 
+    What a policy with memory remembers begins anew with each episode. The group's own actor remembers what was
+    executed: an answer that no `step` follows leaves no trace. Another one remembers all that it answered.
+
     Attributes:
         index: Of this environment in its group.
         task: What the policy is asked to do.
@@ -114,6 +117,7 @@ class EnvContext:
             self._busy = None
         self._needs_reset = None
         self.episode += 1
+        self._request.memory = None
         meter.begin(self._loop.time(), self.recorder.num_decisions)
         self._last_obs = obs if self._observe is None else self._observe(obs)
         if self._trace is not None:
@@ -136,23 +140,23 @@ class EnvContext:
             _refuse(self, "act")
         self._busy = "act"
         self.num_calls += 1
-        started = answered = False
+        started, answered, last = False, False, self._request
         try:
             if self.recorder.must_wait(obs):
                 await _wait_for_credit(self)
             started = True
             future: asyncio.Future[ActionOut] = self._loop.create_future()
-            request = ActRequest(self, self._noise, self.recorder.place, obs, future, self._request.answered_s)
+            place = self.recorder.place
+            request = ActRequest(self, self._noise, place, obs, future, last.answered_s, last.memory)
             if not self.num_calls & SAMPLED:
                 _note_turnaround(self, request)
             self._actor.request(request)
             out = await future
-            self._request.answered_s = request.answered_s
-            answered = True
+            last.answered_s, answered = request.answered_s, True
         finally:
             self._busy = None
             if started and not answered:
-                self._request.answered_s = 0.0
+                last.answered_s = 0.0
                 self._actor.withdraw()
                 self.recorder.drop_current("cancelled")
         self.recorder.begin(self.episode, obs, out)
@@ -331,6 +335,8 @@ def _took(env: EnvContext, result: StepResult) -> StepResult:
     if decision is not None:
         decision.rewards = decision.rewards + rewards if decision.num_steps else rewards
         decision.num_steps += len(rewards)
+        if decision.out.batch.memory is not None:
+            env._request.memory = decision.out.memory
     if result.terminated or result.truncated:
         if decision is not None:
             decision.terminated, decision.truncated = result.terminated, result.truncated
@@ -355,30 +361,43 @@ def _span(env: EnvContext, name: str) -> None:
 
 
 class _Other:
-    """What an environment keeps for an actor that is not its group's."""
+    """What an environment keeps for an actor that is not its group's.
 
-    __slots__ = ("noise", "num_asked")
+    Attributes:
+        noise: Its stream.
+        num_asked: So far.
+        episode: In which `memory` was made.
+        memory: What it remembers; see `ebrl.core.protocols.Request`.
+    """
+
+    __slots__ = ("episode", "memory", "noise", "num_asked")
 
     def __init__(self, noise: NoiseStream) -> None:
         self.noise = noise
         self.num_asked = 0
+        self.episode = -1
+        self.memory: Array | None = None
 
 
 async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
-    others = env._others
+    others, episode = env._others, env.episode
     other = others.get(id(actor))
     if other is None:
         other = others[id(actor)] = _Other(NoiseStream(env._group.seed, *env._key, len(others) + 1))
     env.num_calls += 1
     future: asyncio.Future[ActionOut] = env._loop.create_future()
-    request = ActRequest(env, other.noise, other.num_asked, obs, future)
+    memory = other.memory if other.episode == episode else None
+    request = ActRequest(env, other.noise, other.num_asked, obs, future, memory=memory)
     other.num_asked += 1
     actor.request(request)
     try:
-        return await future
+        out = await future
     except asyncio.CancelledError:
         actor.withdraw()
         raise
+    if episode >= other.episode:  # not an answer that comes after those of a later episode
+        other.episode, other.memory = episode, out.memory
+    return out
 
 
 def _refuse(env: EnvContext, name: str) -> NoReturn:

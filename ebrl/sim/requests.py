@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from ebrl.core.records import ActionOut, Observation
+from ebrl.core.records import ActionOut, Array, Observation
 from ebrl.core.rng import NoiseStream
 
 if TYPE_CHECKING:
@@ -18,9 +18,10 @@ class ActRequest:
     Attributes:
         index: See `ebrl.core.protocols.Request`.
         answered_s: See `ebrl.core.protocols.Request`.
+        memory: See there.
     """
 
-    __slots__ = ("answered_s", "context", "future", "index", "noise", "obs")
+    __slots__ = ("answered_s", "context", "future", "index", "memory", "noise", "obs")
 
     def __init__(
         self,
@@ -30,8 +31,10 @@ class ActRequest:
         obs: Observation,
         future: asyncio.Future[Any],
         answered_s: float = 0.0,
+        memory: Array | None = None,
     ) -> None:
         self.answered_s = answered_s
+        self.memory = memory
         self.context = context
         self.noise = noise
         self.index = index
@@ -60,7 +63,8 @@ class ActRequest:
 class ActStepRequest(ActRequest):
     """`act_step`: the answer goes straight to the simulator's lane, and the outcome to the program.
 
-    One object per environment serves all its requests, one after the other.
+    One object per environment serves all its requests, one after the other, and keeps what `act` needs as well: when
+    the last answer came, and what the policy remembers.
 
     Attributes:
         out: The last answer.
@@ -70,6 +74,7 @@ class ActStepRequest(ActRequest):
 
     def __init__(self, context: EnvContext, noise: NoiseStream) -> None:
         self.answered_s = 0.0
+        self.memory = None
         self.context = context
         self.noise = noise
         self.out: ActionOut

@@ -67,7 +67,7 @@ class GRPO(TorchLearner):
         # Gradient steps.
         policy_loss = PolicyLoss(cfg, rollout, scores, scale=left)
         minibatches = []
-        for rows in self.minibatches(cfg.epochs):
+        for rows in self.minibatches(rollout, cfg.epochs):
             log_prob_BHA, _, entropy_BHA = self.evaluate(rollout, rows)
             surrogate = policy_loss(log_prob_BHA, advantage_B[rows], rows, self.proximal_log_prob(rollout, rows))
             entropy = entropy_BHA.sum((1, 2)).mean()

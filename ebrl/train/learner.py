@@ -24,6 +24,7 @@ from ebrl.train.advantages import Steps, chunk_reward
 from ebrl.train.lag import LagWatch
 from ebrl.train.losses import at_level
 from ebrl.train.options import LearnerConfig
+from ebrl.train.sequences import Sequences
 
 DiscountUnit: TypeAlias = Literal["step", "decision"]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -45,6 +46,7 @@ class Rollout:
         discount: ``[B]`` float64 numpy, from each decision to the next.
         terminated: ``[B]`` bool, on the CPU.
         ends: ``[S]`` last row of each segment, on the CPU.
+        sequences: Over which a policy with memory is unrolled; None without memory, where rows are scored one by one.
     """
 
     segments: list[Segment]
@@ -58,6 +60,7 @@ class Rollout:
     discount: NDArray[np.float64]
     terminated: Tensor
     ends: Tensor
+    sequences: Sequences | None
 
 
 @dataclass(slots=True)
@@ -143,6 +146,7 @@ class TorchLearner:
             discount=discount,
             terminated=torch.tensor([decision.terminated for decision in decisions]),
             ends=torch.from_numpy(ends),
+            sequences=Sequences(segments) if self.policy.memory_size else None,
         )
 
     def returns(self, decisions: Sequence[Decision]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -159,12 +163,14 @@ class TorchLearner:
     @torch.no_grad()
     def score(self, rollout: Rollout) -> Scores:
         """Score a rollout with the current weights, a minibatch at a time."""
-        num = self.batch_size
-        parts = [
-            self.evaluate(rollout, rows)[:2]
-            for rows in torch.split(torch.arange(num + len(rollout.segments), device=self.device), self.minibatch_size)
-        ]
-        log_prob, value = (torch.cat(part) for part in zip(*parts, strict=True))
+        num, size, sequences = self.batch_size, self.minibatch_size, rollout.sequences
+        if sequences is None:
+            groups = list(torch.split(torch.arange(num + len(rollout.segments)), size))
+        else:
+            groups = sequences.all_rows(size)
+        parts = [self.evaluate(rollout, rows.to(self.device))[:2] for rows in groups]
+        back = torch.cat(groups).argsort().to(self.device)
+        log_prob, value = (torch.cat(part)[back] for part in zip(*parts, strict=True))
         return Scores(log_prob[:num], value[:num], value[num:])
 
     def log_weight(self, rollout: Rollout, scores: Scores) -> Tensor:
@@ -177,24 +183,33 @@ class TorchLearner:
 
         Args:
             rollout: The data.
-            rows: Which.
+            rows: Which; with memory, whole sequences.
             proximal: With the moving average of the weights, and not with the weights.
         """
         policy = self.proximal if proximal else self.policy
-        log_prob_BHA, value_B, entropy_BHA = policy.evaluate(take(rollout.observations, rows), take(rollout.aux, rows))
-        return log_prob_BHA, value_B, entropy_BHA
+        observations, aux = take(rollout.observations, rows), take(rollout.aux, rows)
+        if rollout.sequences is None:
+            return policy.evaluate(observations, aux)  # type: ignore[no-any-return]
+        return policy.unroll(observations, aux, rollout.sequences.lengths(rows))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def proximal_log_prob(self, rollout: Rollout, rows: Tensor) -> Tensor | None:
         """Return ``[B, H, A]`` of rows under the moving average of the weights; None where there is none."""
         return None if self.proximal is None else self.evaluate(rollout, rows, proximal=True)[0]
 
-    def minibatches(self, epochs: int) -> Iterator[Tensor]:
-        """Yield rows ``[minibatch_size]``, every row once per epoch, in an order keyed by the number of the update."""
+    def minibatches(self, rollout: Rollout, epochs: int) -> Iterator[Tensor]:
+        """Yield rows, every row once per epoch, in an order keyed by the number of the update.
+
+        A minibatch has `minibatch_size` rows; with memory about so many, since a sequence is not cut.
+        """
+        size, sequences = self.minibatch_size, rollout.sequences
         rng = stream(self.seed, Domain.LEARNER, self.num_updates)
         for _ in range(epochs):
-            order = torch.from_numpy(rng.permutation(self.batch_size)).to(self.device)
-            yield from torch.split(order, self.minibatch_size)
+            if sequences is None:
+                groups = list(torch.split(torch.from_numpy(rng.permutation(self.batch_size)), size))
+            else:
+                groups = sequences.minibatches(size, rng)
+            yield from (rows.to(self.device) for rows in groups)
 
     def step(self, loss: Tensor, **metrics: Tensor) -> dict[str, Tensor]:
         """Take one gradient step.

@@ -21,7 +21,7 @@ class LearnerConfig:
     Attributes:
         batch_size: B, decisions per update.
         epochs: Passes over the batch.
-        minibatch_size: Decisions per gradient step; divides `batch_size`.
+        minibatch_size: Decisions per gradient step, with memory about so many; divides `batch_size`.
         learning_rate: Of Adam.
         clip_range: How far a ratio may move before its gradient stops. It belongs to `ratio_level`: log-ratios add up
             over the H * A numbers of a decision, so that the same range binds sooner there. Usual are 0.2 per decision,

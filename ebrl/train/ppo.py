@@ -116,7 +116,7 @@ class PPO(TorchLearner):
         # Gradient steps.
         policy_loss = PolicyLoss(cfg, rollout, scores, scale=left)
         minibatches = []
-        for rows in self.minibatches(cfg.epochs):
+        for rows in self.minibatches(rollout, cfg.epochs):
             log_prob_BHA, value_B, entropy_BHA = self.evaluate(rollout, rows)
             adv_B = standardize(advantage_B[rows]) if cfg.normalize_advantage else advantage_B[rows]
             adv_B = adv_B * rollout.weight[rows]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ebrl.core.errors import ConfigError
 from ebrl.core.records import EnvSpec
 from ebrl.gen.policies.base import TorchPolicy
 from ebrl.gen.policies.categorical import CategoricalPolicy
+from ebrl.gen.policies.feed_forward import feed_forward_policy
 from ebrl.gen.policies.gaussian import GaussianPolicy
+from ebrl.gen.policies.recurrent import RecurrentPolicy
 
-__all__ = ["CategoricalPolicy", "GaussianPolicy", "TorchPolicy", "default_policy"]
+__all__ = ["CategoricalPolicy", "GaussianPolicy", "RecurrentPolicy", "TorchPolicy", "default_policy"]
 
 
 def default_policy(
-    spec: EnvSpec, *, hidden: Sequence[int] = (64, 64), horizon: int = 1, normalize: bool = True, seed: int = 0
+    spec: EnvSpec,
+    *,
+    hidden: Sequence[int] = (64, 64),
+    horizon: int = 1,
+    memory_size: int = 0,
+    normalize: bool = True,
+    seed: int = 0,
 ) -> TorchPolicy:
     """Make a small policy for an environment: Gaussian for float actions, categorical for discrete ones.
 
@@ -22,15 +29,16 @@ def default_policy(
         spec: Of the environment.
         hidden: Widths of the hidden layers.
         horizon: H, actions in one chunk; 1 for discrete actions.
+        memory_size: M, numbers that it remembers within an episode; 0: none.
         normalize: Scale observations by running statistics.
         seed: Of the weights.
 
     Raises:
         SpaceError: No stock policy serves these spaces.
-        ConfigError: A chunk of discrete actions was asked for.
+        ConfigError: A chunk of discrete actions was asked for, or `memory_size` is below 0.
     """
-    if spec.action.num_values is None:
-        return GaussianPolicy.for_spec(spec, hidden=hidden, horizon=horizon, normalize=normalize, seed=seed)
-    if horizon != 1:
-        raise ConfigError(f"horizon={horizon}: {spec.id} has discrete actions; CategoricalPolicy makes one at a time")
-    return CategoricalPolicy.for_spec(spec, hidden=hidden, normalize=normalize, seed=seed)
+    if memory_size:
+        return RecurrentPolicy.for_spec(
+            spec, memory_size=memory_size, hidden=hidden, horizon=horizon, normalize=normalize, seed=seed
+        )
+    return feed_forward_policy(spec, hidden=hidden, horizon=horizon, normalize=normalize, seed=seed)

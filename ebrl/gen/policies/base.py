@@ -26,12 +26,15 @@ class TorchPolicy(nn.Module, metaclass=ABCMeta):
     Args:
         horizon: H, actions in one chunk.
         noise_dim: Standard normal numbers that one decision consumes.
+        memory_size: M, numbers that it remembers within an episode. If there are any, write `unroll` as well; see
+            `ebrl.core.protocols.MemoryPolicy`.
     """
 
-    def __init__(self, *, horizon: int = 1, noise_dim: int = 0) -> None:
+    def __init__(self, *, horizon: int = 1, noise_dim: int = 0, memory_size: int = 0) -> None:
         super().__init__()
         self.horizon = horizon
         self.noise_dim = noise_dim
+        self.memory_size = memory_size
 
     def collate(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
         """Stack B observations; floats become float32, everything else (uint8 images) keeps its type.

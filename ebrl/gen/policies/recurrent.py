@@ -1,0 +1,115 @@
+"""A recurrent network in front of any policy without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+
+from ebrl.core.errors import ConfigError
+from ebrl.core.protocols import MEMORY, PolicyOut
+from ebrl.core.records import ArraySpec, EnvSpec
+from ebrl.gen.policies.base import STATE, Features, TorchPolicy, vector_features
+from ebrl.gen.policies.feed_forward import feed_forward_policy
+
+
+class RecurrentPolicy(TorchPolicy):
+    """Remembers what it saw in an episode in a gated recurrent unit (Cho et al. 2014, arXiv:1406.1078).
+
+    The unit reads the observation; its state is the memory, and the only thing that the `head` sees. So the head is any
+    policy for the same actions whose observation is a vector of M numbers, and says what is sampled and how.
+
+    Args:
+        features: Reads the observation.
+        head: A policy without memory that reads ``batch["state"]`` ``[B, M]``.
+        memory_size: M.
+        seed: Of the weights of the unit.
+    """
+
+    def __init__(self, features: Features, head: TorchPolicy, memory_size: int, *, seed: int = 0) -> None:
+        super().__init__(horizon=head.horizon, noise_dim=head.noise_dim, memory_size=memory_size)
+        self.features = features
+        self.head = head
+        self.unit = gated_unit(features.size, memory_size, torch.Generator().manual_seed(seed))
+
+    @classmethod
+    def for_spec(
+        cls,
+        spec: EnvSpec,
+        *,
+        memory_size: int = 64,
+        hidden: Sequence[int] = (64, 64),
+        horizon: int = 1,
+        normalize: bool = True,
+        seed: int = 0,
+    ) -> Self:
+        """Make a policy that fits an environment: Gaussian for float actions, categorical for discrete ones.
+
+        Args:
+            spec: Its observations must be 1-D arrays.
+            memory_size: M, numbers that it remembers.
+            hidden: Widths of the hidden layers between memory and action, and memory and value.
+            horizon: H, actions in one chunk; 1 for discrete actions.
+            normalize: Scale observations by running statistics.
+            seed: Of the weights: the same seed gives the same weights.
+
+        Raises:
+            SpaceError: It cannot serve these spaces.
+            ConfigError: `memory_size` or `horizon` cannot be.
+        """
+        if memory_size < 1:
+            raise ConfigError(f"memory_size={memory_size}: a policy with memory remembers at least 1 number")
+        features = vector_features(spec, cls.__name__, normalize=normalize)
+        seen_by_head = replace(spec, observation=ArraySpec((memory_size,), "float32"))
+        head = feed_forward_policy(seen_by_head, hidden=hidden, horizon=horizon, normalize=False, seed=seed)
+        return cls(features, head, memory_size, seed=seed)
+
+    def act(self, batch: dict[str, Tensor], noise: Tensor, deterministic: bool = False) -> PolicyOut:
+        """Choose actions; see `ebrl.core.protocols.Policy.act`. `aux` is that of the head."""
+        memory = self._remember(batch, batch[MEMORY])
+        return replace(self.head.act({STATE: memory}, noise, deterministic), memory=memory)
+
+    def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Score samples again, with the memory that was stored; see `ebrl.core.protocols.Policy.evaluate`."""
+        return self.head.evaluate({STATE: self._remember(batch, aux[MEMORY])}, aux)
+
+    def unroll(
+        self, batch: dict[str, Tensor], aux: dict[str, Tensor], lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Score sequences again; see `ebrl.core.protocols.MemoryPolicy.unroll`."""
+        first = [0, *accumulate(lengths)][:-1]
+        seen = pack_sequence(self.features(batch).split(list(lengths)), enforce_sorted=False)
+        memory, _ = self.unit(seen, aux[MEMORY][first].unsqueeze(0))
+        return self.head.evaluate({STATE: torch.cat(unpack_sequence(memory))}, aux)
+
+    def observe(self, batch: dict[str, Tensor]) -> None:
+        """Take trained observations into the running statistics."""
+        self.features.observe(batch)
+
+    def _remember(self, batch: dict[str, Tensor], memory: Tensor) -> Tensor:
+        """Return the memory ``[B, M]`` after one more observation."""
+        after: Tensor = self.unit(self.features(batch).unsqueeze(0), memory.unsqueeze(0))[1]
+        return after.squeeze(0)
+
+
+def gated_unit(num_in: int, num_out: int, generator: torch.Generator) -> nn.GRU:
+    """Make a gated recurrent unit with orthogonal weights and zero biases.
+
+    Args:
+        num_in: Numbers in.
+        num_out: M, numbers that it remembers.
+        generator: Source of the weights; torch's global one is not touched.
+    """
+    # Made on no device: the constructor's own initialisation would draw from the global generator.
+    unit = nn.GRU(num_in, num_out, device="meta").to_empty(device="cpu")
+    for name, weights in unit.named_parameters():
+        if name.startswith("weight"):
+            nn.init.orthogonal_(weights, generator=generator)
+        else:
+            nn.init.zeros_(weights)
+    return unit
