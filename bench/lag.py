@@ -34,7 +34,7 @@ from ebrl.core.rng import NoiseStream, episode_seed
 from ebrl.sim.simulator import Simulator
 from ebrl.train.options import Objective
 
-NUM_ENVS, LENGTH, UPDATES, NUM_SEEDS, LAG = 8, 64, 117, 10, 4
+NUM_ENVS, LENGTH, UPDATES, LAG = 8, 64, 117, 4
 LATEST = 20  # episodes
 DECOUPLED_BAR, UNCORRECTED_BAR = 0.85, 0.6
 CONFIG = PPOConfig(
@@ -186,8 +186,10 @@ def ratio(ours: Sequence[Curve], fresh: Sequence[Curve], seed: int) -> dict[str,
 
 
 def main() -> int:
-    args = parser(__doc__).parse_args()
-    seeds = range(args.seed, args.seed + (1 if args.smoke else NUM_SEEDS))
+    made = parser(__doc__)
+    made.add_argument("--num-seeds", type=int, default=10, help="of each system, from --seed on")
+    args = made.parse_args()
+    seeds = range(args.seed, args.seed + (1 if args.smoke else args.num_seeds))
     systems: list[tuple[Objective, int]] = [("decoupled", 0), ("decoupled", LAG), ("uncorrected", LAG), ("ppo", LAG)]
     jobs = [Job(objective, lag, seed, 6 if args.smoke else UPDATES) for objective, lag in systems for seed in seeds]
     curves = on_all_cores(run, jobs)

@@ -289,6 +289,22 @@ def test_vtrace_on_fresh_data_values_as_gae_does() -> None:
     assert differ(old_batch(), {"targets": "vtrace"}, {"targets": "vtrace", "c_bar": 0.5})
 
 
+@pytest.mark.parametrize(
+    ("caps", "corrections"),
+    [
+        ({}, [1 + 5 / 8, 1 / 2 + 3 / 4, 3]),
+        ({"rho_bar": 2.0}, [2 + 5 / 8, 1 / 2 + 3 / 4, 3]),
+        ({"c_bar": 2.0}, [1 + 5 / 4, 1 / 2 + 3 / 4, 3]),
+    ],
+)
+def test_caps_of_vtrace(caps: dict[str, float], corrections: list[float]) -> None:
+    """Rewards 1, 2, 3 and values 1, 2, 2 with gamma 1/2: temporal differences of 1, 1, 3; weights 2, 1/2, 1."""
+    three = segment([1, 2, 2], [1, 2, 3], last=4, acted=logs(0.2, 0.4, 0.5), now=logs(0.4, 0.2, 0.5))
+    learner = hand_learner(3, targets="vtrace", gae_lambda=1.0, **caps)
+    returns = targets_of(learner, TrainBatch([three], 1))[1]
+    assert [x - v for x, v in zip(returns, [1, 2, 2], strict=True)] == pytest.approx(corrections, abs=1e-5)
+
+
 def test_gae_does_not_look_at_weights() -> None:
     fresh, old = (targets_of(make_ppo(), batch) for batch in (fresh_batch(), old_batch()))
     assert fresh == old
