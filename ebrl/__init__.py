@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ebrl.sim.context import EnvContext
     from ebrl.sim.group import EnvGroup
     from ebrl.sim.programs import rollout
-    from ebrl.sim.spec import env_spec
+    from ebrl.sim.spec import env_spec, env_specs
     from ebrl.train.evaluate import evaluate
     from ebrl.train.ppo import PPO, PPOConfig
     from ebrl.train.trainer import Trainer
@@ -60,6 +60,7 @@ _HOMES = {
     "check_env": "sim.check",
     "check_policy": "gen.check",
     "env_spec": "sim.spec",
+    "env_specs": "sim.spec",
     "evaluate": "train.evaluate",
     "rollout": "sim.programs",
     "run": "core.run",
@@ -91,6 +92,7 @@ __all__ = [
     "check_env",
     "check_policy",
     "env_spec",
+    "env_specs",
     "evaluate",
     "rollout",
     "run",

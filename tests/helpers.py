@@ -253,7 +253,7 @@ class Stage:
 
 @asynccontextmanager
 async def training(
-    spec: EnvSpec,
+    spec: EnvSpec | Sequence[EnvSpec],
     machine: Machine | None = None,
     *,
     count: int = 4,
@@ -268,7 +268,8 @@ async def training(
     **group: Any,
 ) -> AsyncIterator[Stage]:
     """Start everything, by default on a machine on which nothing takes time; `group` goes to `EnvGroup`."""
-    learner = RecordingLearner(VersionedPolicy(spec, horizon=horizon), batch_size)
+    first = spec if isinstance(spec, EnvSpec) else spec[0]
+    learner = RecordingLearner(VersionedPolicy(first, horizon=horizon), batch_size)
     async with Runtime(machine or VirtualMachine({}), seed=seed, trace=trace) as rt:
         gen = rt.start(Generator(learner.policy, lanes=gen_lanes, batcher=batcher))
         envs = rt.start(EnvGroup(spec, actor=gen, count=count, **group))

@@ -35,6 +35,7 @@ NAMES = [
     "check_env",
     "check_policy",
     "env_spec",
+    "env_specs",
     "evaluate",
     "rollout",
     "run",

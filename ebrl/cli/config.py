@@ -19,7 +19,7 @@ class TrainConfig:
     """Train a policy with PPO while its environments run.
 
     Attributes:
-        env: Environment id, as in gymnasium.
+        env: Environment id, as in gymnasium; ``Meta-World/MT10`` and ``Meta-World/MT50`` have many tasks.
         env_kwargs: Passed to the environment; values are read as Python literals where they are some.
         horizon: Simulator steps after which an episode is truncated; default: the environment's own.
         action_repeat: Simulator steps for which each action is applied.
@@ -34,7 +34,7 @@ class TrainConfig:
         target_success: Stop when the greedy policy reaches this success rate on `eval_episodes` fixed seeds.
         target_return: Stop when the greedy policy reaches this mean return on them.
         eval_every: Updates between two evaluations.
-        eval_episodes: Episodes of an evaluation.
+        eval_episodes: Episodes of an evaluation; of each task where there are several.
         seed: Of everything.
         deterministic: With ``--max-lag 0``: a run that depends on the seed alone.
         run_dir: Folder of this run; must not exist. Default: ``runs/<env>-<seed>``.

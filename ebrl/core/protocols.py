@@ -177,6 +177,10 @@ class Experience(Protocol):
     def env_steps(self) -> int:
         """Simulator steps since it started."""
 
+    @property
+    def tasks(self) -> Sequence[str]:
+        """Of each environment."""
+
     def open_training(self, batch_size: int, max_lag: int) -> None:
         """Begin to produce segments; called once, when the consumer opens."""
 

@@ -8,7 +8,8 @@ nobody writes to them after the stage that made them has handed them on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -238,7 +239,7 @@ class Episode:
 
     Attributes:
         env: Index of the environment that ran it.
-        episode: Its number there; in an evaluation, the position in the seed list.
+        episode: Its number there; in an evaluation, the position of its seed in the list.
         seed: What the simulator was reset with.
         total_reward: Undiscounted sum of the simulator's rewards.
         num_steps: Simulator steps.
@@ -261,6 +262,31 @@ class Episode:
     task: str = ""
 
 
+def mean_return(episodes: Iterable[Episode]) -> float:
+    """Return the mean over episodes; NaN of none."""
+    returns = [episode.total_reward for episode in episodes]
+    return sum(returns) / len(returns) if returns else math.nan
+
+
+def success_rate(episodes: Iterable[Episode]) -> float:
+    """Return the share of successes among episodes that report success; NaN when none does."""
+    known = [episode.success for episode in episodes if episode.success is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
+def by_task(episodes: Iterable[Episode], tasks: Iterable[str] = ()) -> dict[str, list[Episode]]:
+    """Return episodes by task, tasks in the order in which they are first named.
+
+    Args:
+        episodes: Of any tasks.
+        tasks: That are there whether or not one of their episodes is.
+    """
+    parts: dict[str, list[Episode]] = {task: [] for task in tasks}
+    for episode in episodes:
+        parts.setdefault(episode.task, []).append(episode)
+    return parts
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
     """One update of the learner, and what the runtime did meanwhile.
@@ -278,6 +304,7 @@ class UpdateReport:
         metrics: What the learner measured (losses, ratios, gradients).
         episodes: Finished since the last report.
         dropped: Decisions dropped since the run began, by reason.
+        tasks: That the environments have.
     """
 
     update: int
@@ -292,15 +319,24 @@ class UpdateReport:
     metrics: Mapping[str, float]
     episodes: tuple[Episode, ...]
     dropped: Mapping[str, int]
+    tasks: tuple[str, ...] = ()
 
     @property
     def mean_return(self) -> float:
         """Over `episodes`; NaN when none ended."""
-        returns = [episode.total_reward for episode in self.episodes]
-        return sum(returns) / len(returns) if returns else float("nan")
+        return mean_return(self.episodes)
 
     @property
     def success_rate(self) -> float:
         """Over those of `episodes` that report success; NaN when none does."""
-        known = [episode.success for episode in self.episodes if episode.success is not None]
-        return sum(known) / len(known) if known else float("nan")
+        return success_rate(self.episodes)
+
+    @property
+    def task_returns(self) -> dict[str, float]:
+        """`mean_return` of every task."""
+        return {task: mean_return(part) for task, part in by_task(self.episodes, self.tasks).items()}
+
+    @property
+    def task_success_rates(self) -> dict[str, float]:
+        """`success_rate` of every task."""
+        return {task: success_rate(part) for task, part in by_task(self.episodes, self.tasks).items()}

@@ -289,7 +289,7 @@ class EnvContext:
 
 async def _next_episode(env: EnvContext) -> tuple[int, int]:
     plan = env._group.plan
-    if plan.must_wait:
+    if plan.must_wait(env.index):
         env._request.answered_s = 0.0
     return await plan.next(env.index, env.episode + 1)
 

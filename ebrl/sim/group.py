@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from ebrl.core.admission import Admission
@@ -24,6 +24,7 @@ from ebrl.sim.placement import make_hosts
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import rollout
 from ebrl.sim.recorder import Recorder
+from ebrl.sim.tasks import as_specs, common_host, spread
 
 EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
 
@@ -36,12 +37,13 @@ class EnvGroup:
     simulator call; nothing in here ever waits for all of them.
 
     Attributes:
+        specs: Of each environment.
         profile: What is known of steps, resets and turn-arounds; as of the last call of `statistics`.
     """
 
     def __init__(
         self,
-        spec: EnvSpec,
+        spec: EnvSpec | Sequence[EnvSpec],
         *,
         actor: Actor,
         count: int,
@@ -55,7 +57,8 @@ class EnvGroup:
         """Describe a group.
 
         Args:
-            spec: From `ebrl.env_spec`.
+            spec: From `ebrl.env_spec`; or several that observe and act alike and have a task each, from
+                `ebrl.env_specs`: environment i then has ``spec[i % len(spec)]``.
             actor: Decides for all of them, in batches: a `Generator`.
             count: N.
             program: Coroutine function that runs one episode or many; called again until the group ends.
@@ -68,12 +71,14 @@ class EnvGroup:
             name: Of the service; keys its random streams.
 
         Raises:
-            ConfigError: A number out of range.
+            ConfigError: A number out of range, or specs that do not go together.
         """
         for label, value in (("count", count), ("lanes", lanes), ("segment_length", segment_length)):
             if value is not None and value < 1:
                 raise ConfigError(f"{label} must be at least 1, got {value}")
-        self.spec = spec
+        specs = as_specs(spec)
+        spec_of = spread(specs, count)
+        self.specs = [specs[i] for i in spec_of]
         self.actor = actor
         self.count = count
         self.name = name
@@ -84,17 +89,19 @@ class EnvGroup:
         self.admission = Admission(count)
         self.profile = SimulationProfile(name)
         self._program = program
-        self._host = host or spec.host
+        self._host = host or common_host(specs)
         self._lanes = lanes
         self._runtime: Runtime | None = None
         self._hosts: list[SimHost] = []
         self._scope: Scope | None = None
         self._memory: Lease | None = None
-        self._recorders = [Recorder(i, spec.task, segment_length or sys.maxsize, self._emit) for i in range(count)]
+        self._recorders = [
+            Recorder(i, each.task, segment_length or sys.maxsize, self._emit) for i, each in enumerate(self.specs)
+        ]
         self._contexts: list[EnvContext] = []
         self._segments: list[Segment] = []
         self._episodes: list[Episode] = []
-        self.plan = Plan()
+        self.plan = Plan(spec_of)
 
     def open(self, runtime: Runtime) -> None:
         """Take lanes; called by `Runtime.start`."""
@@ -103,8 +110,7 @@ class EnvGroup:
         self.trace = runtime.trace
         self.clock = runtime.clock
         self._hosts = make_hosts(
-            self.spec,
-            self.count,
+            self.specs,
             host=self._host,
             lanes=self._lanes,
             machine=runtime.machine,
@@ -134,7 +140,7 @@ class EnvGroup:
         async with Scope() as scope:
             self._scope = scope
             assert self._runtime is not None
-            self._memory = await _take_memory(self._runtime, self.spec, self.count, self.name)
+            self._memory = await _take_memory(self._runtime, self.specs, self.name)
             building = [scope.start(host.open(), f"{self.name}-build-{i}") for i, host in enumerate(self._hosts)]
             for task in building:
                 await task
@@ -173,6 +179,11 @@ class EnvGroup:
             self._memory = None
         if self._scope is not None:
             self._scope.cancel()  # again: a program that still awaits something in a `finally` has had its time
+
+    @property
+    def tasks(self) -> list[str]:
+        """Of each environment."""
+        return [spec.task for spec in self.specs]
 
     @property
     def env_steps(self) -> int:
@@ -219,15 +230,16 @@ class EnvGroup:
         return episodes
 
     async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
-        """Run one episode per seed and wait for all of them, recording nothing for training.
+        """Run one episode per seed and task, and wait for all of them, recording nothing for training.
 
-        Which environment runs which seed does not matter, and who finishes first neither: all that start count.
+        Which environment of a task runs which seed does not matter, and who finishes first neither: all that start
+        count.
 
         Args:
-            seeds: One per episode.
+            seeds: One per episode; every task runs all of them.
 
         Returns:
-            In the order of `seeds`.
+            In the order of `seeds`, and for each seed in the order of tasks.
 
         Raises:
             ConfigError: The group is used for training.
@@ -271,14 +283,16 @@ class EnvGroup:
                 raise
 
 
-async def _take_memory(runtime: Runtime, spec: EnvSpec, count: int, name: str) -> Lease | None:
+async def _take_memory(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Lease | None:
     """Take what the simulators will need, for good; waits for groups that are there already."""
-    if not spec.memory_mib:
+    wanted = sum(spec.memory_mib for spec in specs)
+    if not wanted:
         return None
-    pool, wanted = runtime.resources.pool("memory"), count * spec.memory_mib
+    pool = runtime.resources.pool("memory")
     if wanted > pool.units:
+        sizes = " to ".join(map(str, sorted({min(s.memory_mib for s in specs), max(s.memory_mib for s in specs)})))
         raise ConfigError(
-            f"{name}: {count} simulators of {spec.memory_mib} MiB do not fit into {pool.units} MiB: use a smaller count"
+            f"{name}: {len(specs)} simulators of {sizes} MiB do not fit into {pool.units} MiB: use a smaller count"
         )
     return await pool.acquire(wanted, name)
 

@@ -69,6 +69,7 @@ class Trainer:
         self.max_lag = max_lag
         self._envs = envs
         self._learner = learner
+        self._tasks = tuple(dict.fromkeys(envs.tasks))
         self._threads = threads
         self._assembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
@@ -211,4 +212,5 @@ class Trainer:
             metrics=metrics,
             episodes=tuple(self._envs.take_episodes()),
             dropped=dict(self._envs.admission.ledger().dropped),
+            tasks=self._tasks,
         )
