@@ -40,6 +40,7 @@ from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup, EnvProgram
+from ebrl.train.sampling import Sampling
 from ebrl.train.trainer import Trainer
 
 T = TypeVar("T")
@@ -260,6 +261,7 @@ async def training(
     batch_size: int = 8,
     updates: int = 4,
     max_lag: int = 1,
+    sampling: Sampling | None = None,
     horizon: int = 1,
     seed: int = 0,
     gen_lanes: int = 1,
@@ -273,7 +275,8 @@ async def training(
     async with Runtime(machine or VirtualMachine({}), seed=seed, trace=trace) as rt:
         gen = rt.start(Generator(learner.policy, lanes=gen_lanes, batcher=batcher))
         envs = rt.start(EnvGroup(spec, actor=gen, count=count, **group))
-        yield Stage(rt, gen, envs, rt.start(Trainer(envs, learner, updates=updates, max_lag=max_lag)), learner)
+        trainer = rt.start(Trainer(envs, learner, updates=updates, max_lag=max_lag, sampling=sampling))
+        yield Stage(rt, gen, envs, trainer, learner)
 
 
 @asynccontextmanager

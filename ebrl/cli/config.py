@@ -12,6 +12,7 @@ import tyro
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import Host
 from ebrl.train.ppo import PPOConfig
+from ebrl.train.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class TrainConfig:
         ppo: Options of the learner.
         updates: Updates at most.
         max_lag: Versions that a trained decision may be behind; 0: synchronous.
+        sampling: What is done about environments of different speed; default: weighted where there are several tasks.
         target_success: Stop when the greedy policy reaches this success rate on `eval_episodes` fixed seeds.
         target_return: Stop when the greedy policy reaches this mean return on them.
         eval_every: Updates between two evaluations.
@@ -54,6 +56,7 @@ class TrainConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
     updates: int = 200
     max_lag: int = 1
+    sampling: Sampling | None = None
     target_success: float | None = None
     target_return: float | None = None
     eval_every: int = 10
@@ -79,9 +82,10 @@ class TrainConfig:
             raise ConfigError(f"--target-success must be between 0 and 1, got {self.target_success}")
         if self.deterministic and self.max_lag:
             raise ConfigError("--deterministic needs --max-lag 0: with lag, data depend on who was ready first")
-        if self.deterministic and self.ppo.batch_size % self.num_envs:
+        equal = "--deterministic" if self.deterministic else "--sampling quota" if self.sampling == "quota" else None
+        if equal and self.ppo.batch_size % self.num_envs:
             raise ConfigError(
-                f"--deterministic shares a batch equally: --ppo.batch-size {self.ppo.batch_size} is no multiple of "
+                f"{equal} shares a batch equally: --ppo.batch-size {self.ppo.batch_size} is no multiple of "
                 f"--num-envs {self.num_envs}"
             )
 

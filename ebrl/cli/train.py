@@ -23,6 +23,7 @@ from ebrl.gen.generator import Generator
 from ebrl.gen.policies import TorchPolicy, default_policy
 from ebrl.sim.group import EnvGroup
 from ebrl.sim.spec import env_specs
+from ebrl.sim.tasks import check_even, spread
 from ebrl.train.evaluate import EvalReport, evaluate
 from ebrl.train.metrics import MetricsWriter, flatten, task_scalars
 from ebrl.train.ppo import PPO
@@ -42,6 +43,9 @@ def train(config: TrainConfig) -> int:
     console = Console()
     known = load(config.profile) if config.profile is not None else None
     specs, policy = build(config)
+    tasks = [specs[i].task for i in spread(specs, config.num_envs)]
+    if config.sampling == "quota":
+        check_even(tasks)
     learner = PPO(policy, replace(config.ppo, seed=config.ppo.seed or config.seed))
     run_folder.create(config.folder, config)
     with MetricsWriter(config.folder) as metrics:
@@ -126,7 +130,13 @@ class Session:
                 self._actor = gen = rt.start(Generator(self._policy))
                 envs = rt.start(self._group(gen, config.num_envs, "envs"))
                 io = rt.machine.lane("io", "metrics")
-                trainer = Trainer(envs, self._learner, updates=config.updates, max_lag=config.max_lag)
+                trainer = Trainer(
+                    envs,
+                    self._learner,
+                    updates=config.updates,
+                    max_lag=config.max_lag,
+                    sampling=config.sampling,
+                )
                 with progress:
                     async for report in rt.start(trainer):
                         await io.run(self._metrics.write, report.env_steps, flatten(report))

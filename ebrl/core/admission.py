@@ -6,6 +6,8 @@ The ledger holds, always::
 
 ``in_flight``: started, its outcome not known yet. ``parked``: finished, in an open segment. ``buffered``: in a segment
 handed to the consumer. A decision may start when ``started + 1 <= trained + dropped.total() + (max_lag + 1) * B``.
+With quotas that holds for each environment alone, which may start B / N decisions per version and is not waited for any
+the less: of its own, ``started + 1 <= dropped + (version + max_lag + 1) * B / N``.
 
 That count bounds memory and the mean lag; order, cut and mask bound the lag of each decision (`ebrl.train.assemble`).
 The consumer is `ready` as soon as B decisions are finished, parked or buffered: it then has open segments cut as it
@@ -52,7 +54,7 @@ class Admission:
 
     def __init__(self, num_envs: int) -> None:
         self._num_envs = num_envs
-        self._held = [0] * num_envs  # per environment, with a quota: started, not ended yet
+        self._held = [0] * num_envs  # per environment, with a quota: started - dropped - version * quota
         self._quota: int | None = None
         self._limit = 0
         self._batch_size = 0
@@ -74,8 +76,8 @@ class Admission:
         Args:
             batch_size: B, decisions that the consumer takes at once.
             max_lag: Versions that a decision may be behind when it is trained.
-            per_env: Every environment gets exactly B / N decisions per version, by a counter of its own, so that who
-                is fast has no influence on the data (deterministic mode).
+            per_env: Every environment may start B / N decisions per version, by a counter of its own, so that who is
+                fast has no influence on its share of the data; and with `max_lag` 0, on no data (deterministic mode).
 
         Raises:
             ConfigError: B is not positive, `max_lag` negative, or B no multiple of N where it must be.
@@ -86,8 +88,8 @@ class Admission:
             raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
         if per_env and batch_size % self._num_envs:
             raise ConfigError(
-                f"deterministic mode shares a batch equally: batch_size {batch_size} is no multiple of "
-                f"{self._num_envs} environments"
+                f'deterministic mode and sampling="quota" share a batch equally: batch_size {batch_size} is no '
+                f"multiple of {self._num_envs} environments"
             )
         self._batch_size = batch_size
         self._max_lag = max_lag
@@ -179,12 +181,12 @@ class Admission:
         Args:
             shares: ``(environment, decisions)``; one environment may come several times.
         """
-        for env, num in shares:
+        for _, num in shares:
             self._buffered -= num
             self._trained += num
             self._ended += num
-            if self._quota is not None:
-                self._held[env] -= num
+        if self._quota is not None:
+            self._held = [held - self._quota for held in self._held]
         self._pump()
 
     # The consumer.

@@ -181,8 +181,14 @@ class Experience(Protocol):
     def tasks(self) -> Sequence[str]:
         """Of each environment."""
 
-    def open_training(self, batch_size: int, max_lag: int) -> None:
-        """Begin to produce segments; called once, when the consumer opens."""
+    def open_training(self, batch_size: int, max_lag: int, *, quota: bool = False) -> None:
+        """Begin to produce segments; called once, when the consumer opens.
+
+        Args:
+            batch_size: B.
+            max_lag: See `ebrl.core.admission.Admission.open`.
+            quota: Every environment may start the same number of decisions per version.
+        """
 
     def take_segments(self, stale: int | None = None) -> list[Segment]:
         """Hand over all segments that are ready.

@@ -215,7 +215,8 @@ class TrainBatch:
 
     Attributes:
         version: Of the learner when the batch was taken; ``lag = version - decision.version``.
-        weights: ``[B]`` that decisions count with, mean 1, in the order of `decisions`; None: all the same.
+        weights: ``[B]`` that decisions count with, mean 1, in the order of `decisions`: whoever puts segments into
+            another order takes the weights along. None: all the same.
     """
 
     segments: list[Segment]

@@ -24,7 +24,7 @@ from ebrl.sim.placement import make_hosts
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import rollout
 from ebrl.sim.recorder import Recorder
-from ebrl.sim.tasks import as_specs, common_host, spread
+from ebrl.sim.tasks import as_specs, check_even, common_host, spread
 
 EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
 
@@ -192,17 +192,25 @@ class EnvGroup:
 
     # The consumer's side; see `ebrl.core.protocols.Experience`.
 
-    def open_training(self, batch_size: int, max_lag: int) -> None:
+    def open_training(self, batch_size: int, max_lag: int, *, quota: bool = False) -> None:
         """Begin to produce segments; called once, by a trainer.
 
+        Args:
+            batch_size: B, decisions that the consumer takes at once.
+            max_lag: Versions that a decision may be behind when it is trained.
+            quota: Every environment may start B / N decisions per version.
+
         Raises:
-            ConfigError: As `Admission.open`; or the group has a trainer, or has run an evaluation.
+            ConfigError: As `Admission.open`; the group has a trainer, or has run an evaluation; or a quota where tasks
+                have different numbers of environments.
             Closed: The group was not started.
         """
         self.plan.refuse_training(self.name)
         if self._runtime is None:
             raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
-        self.admission.open(batch_size, max_lag, per_env=self._runtime.deterministic and max_lag == 0)
+        if quota:
+            check_even(self.tasks)
+        self.admission.open(batch_size, max_lag, per_env=quota or (self._runtime.deterministic and max_lag == 0))
         for recorder in self._recorders:
             recorder.admission = self.admission
         self.plan.train(self.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -63,6 +64,21 @@ def common_host(specs: Sequence[EnvSpec]) -> Host:
                 'or host="thread"'
             )
     return specs[0].host
+
+
+def check_even(tasks: Sequence[str]) -> None:
+    """Check that equal shares of environments are equal shares of tasks.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    counts = Counter(tasks)
+    if len(set(counts.values())) > 1:
+        (most, num), (least, few) = counts.most_common()[0], counts.most_common()[-1]
+        raise ConfigError(
+            f'sampling="quota" gives every environment the same share, but {most} has {num} of them and {least} {few}: '
+            f"use a count that is a multiple of {len(counts)} tasks"
+        )
 
 
 def difference(one: EnvSpec, other: EnvSpec) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Self
+from typing import Self, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from ebrl.core.readings import TrainReading
 from ebrl.core.records import TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
 from ebrl.train.assemble import Assembler, Dropped
+from ebrl.train.sampling import Sampling, share_metrics, weighted
 
 
 class Trainer:
@@ -42,6 +43,7 @@ class Trainer:
         *,
         updates: int,
         max_lag: int = 1,
+        sampling: Sampling | None = None,
         threads: int = 1,
         name: str = "trainer",
     ) -> None:
@@ -52,11 +54,14 @@ class Trainer:
             learner: Does the updates.
             updates: How many.
             max_lag: Versions that a trained decision may be behind; 0 waits for the data of each version.
+            sampling: What is done about environments of different speed. ``"arrival"``: nothing. ``"quota"``: each may
+                start B / N decisions per version. ``"weighted"``: decisions count so that tasks do equally
+                (`ebrl.train.sampling`). None: ``"weighted"`` where there are several tasks, else ``"arrival"``.
             threads: Of torch, within an update.
             name: Of the service.
 
         Raises:
-            ConfigError: A number out of range.
+            ConfigError: A number out of range, or another word for `sampling`.
         """
         if updates < 1:
             raise ConfigError(f"updates must be at least 1, got {updates}")
@@ -64,12 +69,15 @@ class Trainer:
             raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
         if threads < 1:
             raise ConfigError(f"Trainer.threads must be at least 1, got {threads}")
+        if sampling not in {None, *get_args(Sampling)}:
+            raise ConfigError(f"sampling must be one of {get_args(Sampling)} or None, got {sampling!r}")
         self.name = name
         self.updates = updates
         self.max_lag = max_lag
         self._envs = envs
         self._learner = learner
         self._tasks = tuple(dict.fromkeys(envs.tasks))
+        self._sampling = sampling or ("weighted" if len(self._tasks) > 1 else "arrival")
         self._threads = threads
         self._assembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
@@ -90,7 +98,7 @@ class Trainer:
         self._lane = runtime.machine.lane("train", f"{self.name}-0", runtime.claim("train"), self._threads)
         if runtime.machine.real:
             self._lane.run(torch.set_num_threads, self._threads, n=0)
-        self._envs.open_training(self._learner.batch_size, self.max_lag)
+        self._envs.open_training(self._learner.batch_size, self.max_lag, quota=self._sampling == "quota")
         self._profile = StageProfile("train", self.name)
         runtime.profiles.add(self._profile)
         self._read()
@@ -175,7 +183,9 @@ class Trainer:
         return self._report(lags, metrics, update_s - hungry_s, done_s - update_s, done_s)
 
     def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
-        return self._learner.update(batch), batch.lags
+        if self._sampling == "weighted":
+            batch = weighted(batch, len(self._tasks))
+        return {**self._learner.update(batch), **share_metrics(batch, self._tasks)}, batch.lags
 
     async def _next_batch(self) -> TrainBatch:
         envs, assembler = self._envs, self._assembler
