@@ -26,6 +26,7 @@ from ebrl.core.records import (
     BatchOut,
     Decision,
     EnvSpec,
+    GroupRule,
     Observation,
     Reason,
     Segment,
@@ -241,6 +242,12 @@ class RecordingLearner:
         return [decision for batch in self.batches for decision in batch.decisions]
 
 
+class ComparingLearner(RecordingLearner):
+    """Asks for groups."""
+
+    groups = GroupRule()
+
+
 @dataclass
 class Stage:
     """A pipeline that runs."""
@@ -267,12 +274,19 @@ async def training(
     gen_lanes: int = 1,
     batcher: Batcher | None = None,
     trace: Trace | None = None,
+    rule: GroupRule | None = None,
+    deterministic: bool = False,
     **group: Any,
 ) -> AsyncIterator[Stage]:
     """Start everything, by default on a machine on which nothing takes time; `group` goes to `EnvGroup`."""
     first = spec if isinstance(spec, EnvSpec) else spec[0]
-    learner = RecordingLearner(VersionedPolicy(first, horizon=horizon), batch_size)
-    async with Runtime(machine or VirtualMachine({}), seed=seed, trace=trace) as rt:
+    policy = VersionedPolicy(first, horizon=horizon)
+    learner = RecordingLearner(policy, batch_size)
+    if rule is not None:
+        learner = ComparingLearner(policy, batch_size)
+        learner.groups = rule
+    machine = machine or VirtualMachine({})
+    async with Runtime(machine, seed=seed, trace=trace, deterministic=deterministic) as rt:
         gen = rt.start(Generator(learner.policy, lanes=gen_lanes, batcher=batcher))
         envs = rt.start(EnvGroup(spec, actor=gen, count=count, **group))
         trainer = rt.start(Trainer(envs, learner, updates=updates, max_lag=max_lag, sampling=sampling))

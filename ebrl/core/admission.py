@@ -19,14 +19,15 @@ of two in sample efficiency where an episode has 75.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ebrl.core.errors import Closed, ConfigError
 
-Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost"]
+Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "incomplete", "filtered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,15 @@ class Ledger:
 
 
 class Admission:
-    """The credit of one group of environments. Closed until a consumer opens it. Used on the loop only."""
+    """The credit of one group of environments. Closed until a consumer opens it. Used on the loop only.
+
+    Attributes:
+        on_credit: Called when credit may have come back; of whoever gives it by something else than decisions.
+    """
 
     def __init__(self, num_envs: int) -> None:
+        self.on_credit: Callable[[], None] | None = None
+        self._whole = False
         self._num_envs = num_envs
         self._held = [0] * num_envs  # per environment, with a quota: started - dropped - version * quota
         self._quota: int | None = None
@@ -70,7 +77,7 @@ class Admission:
         self._parked = 0
         self._in_flight = 0
 
-    def open(self, batch_size: int, max_lag: int, *, per_env: bool = False) -> None:
+    def open(self, batch_size: int, max_lag: int, *, per_env: bool = False, whole: bool = False) -> None:
         """Give credit.
 
         Args:
@@ -78,6 +85,8 @@ class Admission:
             max_lag: Versions that a decision may be behind when it is trained.
             per_env: Every environment may start B / N decisions per version, by a counter of its own, so that who is
                 fast has no influence on its share of the data; and with `max_lag` 0, on no data (deterministic mode).
+            whole: Open segments cannot be cut: the consumer can use decisions once they were handed to it. Any decision
+                may start, since credit is given by others (`ebrl.sim.cohorts`).
 
         Raises:
             ConfigError: B is not positive, `max_lag` negative, or B no multiple of N where it must be.
@@ -94,7 +103,8 @@ class Admission:
         self._batch_size = batch_size
         self._max_lag = max_lag
         self._quota = batch_size // self._num_envs if per_env else None
-        self._limit = (max_lag + 1) * batch_size
+        self._whole = whole
+        self._limit = sys.maxsize if whole else (max_lag + 1) * batch_size
         self._pump()
 
     def close(self) -> None:
@@ -160,6 +170,8 @@ class Admission:
         """`num` parked decisions were handed to the consumer."""
         self._parked -= num
         self._buffered += num
+        if self._ready is not None:
+            self._look()
 
     def drop(self, env: int, reason: Drop, place: Literal["in_flight", "parked", "buffered"], num: int = 1) -> None:
         """`num` decisions of `env` end here without being trained."""
@@ -192,7 +204,9 @@ class Admission:
     # The consumer.
 
     async def ready(self) -> None:
-        """Wait until B decisions are finished, in open segments or out of them. For the one consumer.
+        """Wait until B decisions are finished: in open segments, where they can be cut, or out of them.
+
+        For the one consumer.
 
         Raises:
             Closed: The environments have ended.
@@ -210,6 +224,11 @@ class Admission:
     def missing(self) -> int:
         """Decisions that the buffered ones lack to a batch."""
         return self._batch_size - self._buffered
+
+    @property
+    def num_buffered(self) -> int:
+        """Decisions in segments that were handed to the consumer."""
+        return self._buffered
 
     def ledger(self) -> Ledger:
         """Where all started decisions are."""
@@ -229,6 +248,8 @@ class Admission:
         return self._started - self._ended < self._limit
 
     def _pump(self) -> None:
+        if self.on_credit is not None:
+            self.on_credit()
         if not self._waiters:
             return
         rest: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -250,6 +271,6 @@ class Admission:
         self._waiters = rest
 
     def _look(self) -> None:
-        ready = self._ready
-        if ready is not None and not ready.done() and self._parked + self._buffered >= self._batch_size:
+        ready, usable = self._ready, self._buffered if self._whole else self._parked + self._buffered
+        if ready is not None and not ready.done() and usable >= self._batch_size:
             ready.set_result(None)

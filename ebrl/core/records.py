@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ebrl.core.errors import ConfigError
+
 Array: TypeAlias = NDArray[Any]
 Observation: TypeAlias = "Array | dict[str, Array]"
 Host: TypeAlias = Literal["thread", "process"]
@@ -199,6 +201,7 @@ class Segment:
     Attributes:
         reason: Why it was cut here.
         advantage: Of its episode relative to its group, for algorithms that learn from that; None without groups.
+        success: Of its episode, where groups are collected; None elsewhere, or if ``info`` never said.
     """
 
     env: int
@@ -207,6 +210,31 @@ class Segment:
     last_obs: Observation
     reason: Reason
     advantage: float | None = None
+    success: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRule:
+    """Which groups of episodes that began alike are trained.
+
+    Attributes:
+        success_bounds: Lowest and highest success rate of a group, inclusive; others are dropped as ``filtered``, since
+            where all members do equally well there is nothing to compare. None: all groups are trained.
+        success_return: Sum of rewards from which an episode counts as a success; None: what ``info`` says.
+    """
+
+    success_bounds: tuple[float, float] | None = None
+    success_return: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            ConfigError: Bounds that are no part of 0 .. 1.
+        """
+        low, high = self.success_bounds or (0.0, 1.0)
+        if not 0 <= low <= high <= 1:
+            raise ConfigError(f"success_bounds must be two numbers in 0 .. 1, the lower one first, got {(low, high)}")
 
 
 @dataclass(slots=True)

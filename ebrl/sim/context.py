@@ -262,6 +262,7 @@ class EnvContext:
         if not self.done:  # the program leaves an episode that could have gone on
             _end_episode(self, "the program has left the episode")
         self.recorder.end(self._last_obs)
+        _end_in_cohort(self)
 
     async def _step(self, name: str, action: Array) -> StepResult:
         if self._busy is not None or self._needs_reset is not None:
@@ -288,10 +289,19 @@ class EnvContext:
 
 
 async def _next_episode(env: EnvContext) -> tuple[int, int]:
-    plan = env._group.plan
+    plan, cohorts, episode = env._group.plan, env._group.cohorts, env.episode + 1
     if plan.must_wait(env.index):
         env._request.answered_s = 0.0
-    return await plan.next(env.index, env.episode + 1)
+    assigned = await plan.next(env.index, episode)
+    if cohorts is not None and cohorts.must_wait(env.index, episode):
+        env._request.answered_s = 0.0
+        await cohorts.begin(env.index, episode)
+    return assigned
+
+
+def _end_in_cohort(env: EnvContext) -> None:
+    if env._group.cohorts is not None:
+        env._group.cohorts.end(env.index, env.episode, env.meter.success, lost=env.meter.lost)
 
 
 async def _wait_for_credit(env: EnvContext) -> None:
@@ -309,6 +319,7 @@ def _lose(env: EnvContext, started: bool) -> None:
     if started:
         env.recorder.drop_current("lost")
     env.recorder.cut("lost")
+    env.meter.lost = True
     _end_episode(env, "a step failed or was cancelled while it ran, so the state of the simulator is unknown")
 
 

@@ -20,13 +20,15 @@ class Plan:
     Until somebody asks for either, environments wait.
     """
 
-    def __init__(self, task_of: Sequence[int]) -> None:
+    def __init__(self, task_of: Sequence[int], group_size: int = 1) -> None:
         """Make a plan.
 
         Args:
             task_of: Number of the task of each environment.
+            group_size: Consecutive environments that train with the same seeds.
         """
         self._task_of = task_of
+        self._group_size = group_size
         self._train_seed: int | None = None
         self._queues: list[deque[tuple[int, int]]] = [deque() for _ in set(task_of)]
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -99,7 +101,7 @@ class Plan:
             self._waiters.append((env, future))
             await future
         if self._train_seed is not None:
-            return episode, episode_seed(self._train_seed, env, episode)
+            return episode, episode_seed(self._train_seed, env // self._group_size, episode)
         return self._queues[self._task_of[env]].popleft()
 
     def wants(self, position: int) -> bool:

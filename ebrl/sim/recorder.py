@@ -36,7 +36,7 @@ class Recorder:
             env: Index of its environment.
             task: Of its environment.
             segment_length: Decisions after which a segment is cut.
-            emit: Takes finished segments.
+            emit: Takes finished segments; their decisions are parked still.
         """
         self.env = env
         self.task = task
@@ -114,5 +114,4 @@ class Recorder:
         if not decisions or self.admission is None:
             return
         self._open = []
-        self.admission.emit(len(decisions))
         self._emit(Segment(self.env, self.task, decisions, self._last_obs, reason))

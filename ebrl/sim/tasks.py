@@ -81,6 +81,23 @@ def check_even(tasks: Sequence[str]) -> None:
         )
 
 
+def check_groups(name: str, group_size: int, quota: bool) -> None:
+    """Check that a learner that compares episodes of groups can be served.
+
+    Raises:
+        ConfigError: There are no groups, or decisions are admitted one by one.
+    """
+    if group_size < 2:
+        raise ConfigError(
+            f"the learner compares episodes that begin alike, but every environment of {name} runs its own: give "
+            "EnvGroup a group_size of at least 2"
+        )
+    if quota:
+        raise ConfigError(
+            'sampling="quota" counts decisions, but groups are admitted by episodes: use "weighted" or "arrival"'
+        )
+
+
 def difference(one: EnvSpec, other: EnvSpec) -> str | None:
     """Return in what two specs differ, as far as a policy is concerned; None if they are alike."""
     for name, form, found in (

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.profile import StageProfile
-from ebrl.core.protocols import Actor, Experience, Lane, Learner
+from ebrl.core.protocols import Actor, Experience, GroupLearner, Lane, Learner
 from ebrl.core.readings import TrainReading
 from ebrl.core.records import TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
 from ebrl.train.assemble import Assembler, Dropped
+from ebrl.train.groups import Groups
 from ebrl.train.sampling import Sampling, share_metrics, weighted
 
 
@@ -78,6 +79,7 @@ class Trainer:
         self._learner = learner
         self._tasks = tuple(dict.fromkeys(envs.tasks))
         self._sampling = sampling or ("weighted" if len(self._tasks) > 1 else "arrival")
+        self._groups = Groups(envs.group_size, learner.groups) if isinstance(learner, GroupLearner) else None
         self._threads = threads
         self._assembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
@@ -98,7 +100,8 @@ class Trainer:
         self._lane = runtime.machine.lane("train", f"{self.name}-0", runtime.claim("train"), self._threads)
         if runtime.machine.real:
             self._lane.run(torch.set_num_threads, self._threads, n=0)
-        self._envs.open_training(self._learner.batch_size, self.max_lag, quota=self._sampling == "quota")
+        quota, groups = self._sampling == "quota", self._groups is not None
+        self._envs.open_training(self._learner.batch_size, self.max_lag, quota=quota, groups=groups)
         self._profile = StageProfile("train", self.name)
         runtime.profiles.add(self._profile)
         self._read()
@@ -193,7 +196,10 @@ class Trainer:
             await envs.admission.ready()
             version = envs.actor.weights.version
             dropped: list[Dropped] = []
-            for segment in envs.take_segments(stale=version - self.max_lag):
+            segments = envs.take_segments(stale=version - self.max_lag)
+            if self._groups is not None:
+                segments, dropped = self._groups.admit(segments)
+            for segment in segments:
                 dropped += assembler.add(segment)
             batch, too_old = assembler.take(version)
             dropped += too_old
