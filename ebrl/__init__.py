@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ebrl.core.errors import Deadlock, EbrlError
     from ebrl.core.protocols import Policy, PolicyOut
-    from ebrl.core.records import ActionOut, EnvSpec, UpdateReport
+    from ebrl.core.records import ActionOut, EnvSpec, GroupRule, UpdateReport
     from ebrl.core.run import run
     from ebrl.core.runtime import Runtime
     from ebrl.core.trace import Trace
@@ -47,6 +47,7 @@ _HOMES = {
     "EnvSpec": "core.records",
     "GaussianPolicy": "gen.policies.gaussian",
     "Generator": "gen.generator",
+    "GroupRule": "core.records",
     "PPO": "train.ppo",
     "PPOConfig": "train.ppo",
     "Policy": "core.protocols",
@@ -80,6 +81,7 @@ __all__ = [
     "EnvSpec",
     "GaussianPolicy",
     "Generator",
+    "GroupRule",
     "PPOConfig",
     "Policy",
     "PolicyOut",

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
+import torch
+from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebrl.core.errors import ConfigError
-from ebrl.core.records import GroupRule, Segment, TrainBatch, UpdateReport
+from ebrl.core.records import Array, GroupRule, Segment, TrainBatch, UpdateReport
+from ebrl.core.runtime import Runtime
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
+from ebrl.gen.generator import Generator
+from ebrl.gen.policies import GaussianPolicy, TorchPolicy
 from ebrl.sim.context import EnvContext
+from ebrl.sim.group import EnvGroup
 from ebrl.train.assemble import Dropped
 from ebrl.train.groups import FUTILE, Groups, group_advantages
+from ebrl.train.trainer import Trainer
 from tests.helpers import Stage, assert_sound, leaves, make_segment, scripted_spec, training, virtually
 from tests.test_asynchrony import OneSlowLane, chaos, exponential, one_second, with_stragglers
 
@@ -108,6 +116,9 @@ def test_it_is_said_once_that_nothing_gets_through(caplog: pytest.LogCaptureFixt
         groups.admit(group(False, False))
     groups.admit(group(True, False))
     assert not caplog.records
+    for _ in range(3 * FUTILE):
+        groups.admit(group(False, False))
+    groups.admit(group(True, False))
     for _ in range(3 * FUTILE):
         groups.admit(group(False, False))
     (record,) = caplog.records
@@ -302,6 +313,61 @@ async def test_filtered_groups_give_their_credit_back() -> None:
     assert_complete(stage.learner.batches, 2, reports)
     assert reports[-1].dropped["filtered"] > 300
     assert ledger.started > 600 + 300, "others took its place"
+
+
+class Side(gymnasium.Env[Array, Array]):
+    """Three steps. Success: all actions on the side that is seen."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        self.side = 1.0 if np.random.default_rng(seed).random() < 0.5 else -1.0
+        self.right, self.left = True, 3
+        return np.full(1, self.side, np.float32), {}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        self.right &= bool(action[0] * self.side > 0)
+        self.left -= 1
+        success = self.right and not self.left
+        return np.full(1, self.side, np.float32), float(success), not self.left, False, {"success": success}
+
+
+class Reinforce:
+    """One step of policy gradient with the advantages of groups."""
+
+    batch_size = 240
+    groups = GroupRule()
+
+    def __init__(self, policy: TorchPolicy) -> None:
+        self.policy = policy
+        self._adam = torch.optim.Adam(policy.parameters(), lr=0.02)
+
+    def update(self, batch: TrainBatch) -> Mapping[str, float]:
+        decisions = batch.decisions
+        advantages = [segment.advantage for segment in batch.segments for _ in segment.decisions]
+        aux = {name: torch.from_numpy(np.stack([d.out.aux[name] for d in decisions])) for name in decisions[0].out.aux}
+        log_prob, _, _ = self.policy.evaluate(self.policy.collate([d.obs for d in decisions]), aux)
+        loss = -(torch.tensor(advantages) * log_prob.sum((1, 2))).mean()
+        self._adam.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._adam.step()
+        return {}
+
+
+def test_a_policy_learns_from_groups() -> None:
+    async def main() -> list[float]:
+        spec = scripted_spec(make=Side, obs_dim=1, action_dim=1)
+        policy = GaussianPolicy.for_spec(spec, hidden=(16,), normalize=False)
+        async with Runtime(VirtualMachine({"sim": exponential, "train": one_second}), tune=False) as rt:
+            gen = rt.start(Generator(policy))
+            envs = rt.start(EnvGroup(spec, actor=gen, count=32, group_size=8))
+            trainer = rt.start(Trainer(envs, Reinforce(policy), updates=12))
+            return [report.success_rate async for report in trainer]
+
+    rates = run_virtual(main())
+    assert np.mean(rates[:3]) < 0.35, "by chance, one in eight"
+    assert np.mean(rates[-2:]) > 0.8
 
 
 # Deterministic mode.

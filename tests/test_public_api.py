@@ -22,6 +22,7 @@ NAMES = [
     "EnvSpec",
     "GaussianPolicy",
     "Generator",
+    "GroupRule",
     "PPO",
     "PPOConfig",
     "Policy",

@@ -9,6 +9,9 @@ handed to the consumer. A decision may start when ``started + 1 <= trained + dro
 With quotas that holds for each environment alone, which may start B / N decisions per version and is not waited for any
 the less: of its own, ``started + 1 <= dropped + (version + max_lag + 1) * B / N``.
 
+Where episodes of groups are compared, credit is given to episodes instead, and decisions in them always may start
+(`ebrl.sim.cohorts`).
+
 That count bounds memory and the mean lag; order, cut and mask bound the lag of each decision (`ebrl.train.assemble`).
 The consumer is `ready` as soon as B decisions are finished, parked or buffered: it then has open segments cut as it
 needs them. So nothing can stand still with all credit in open segments, no straggler holds up the others, and segments

@@ -49,7 +49,7 @@ class Groups:
         """
         self._size = size
         self._rule = rule
-        self._num_futile = 0
+        self._num_futile = 0  # in a row; stays at the limit once it was said
 
     def admit(self, segments: Sequence[Segment]) -> tuple[list[Segment], list[Dropped]]:
         """Write advantages, and take out groups that the rule does not want.
@@ -99,14 +99,18 @@ class Groups:
         low, high = rule.success_bounds
         rate = sum(known) / self._size
         wanted = low <= rate <= high
-        self._num_futile = 0 if wanted else self._num_futile + 1
-        if self._num_futile == FUTILE:
+        if self._num_futile < FUTILE:
+            self._num_futile = 0 if wanted else self._num_futile + 1
+            self._warn(rate)
+        return wanted
+
+    def _warn(self, rate: float) -> None:
+        if self._num_futile == FUTILE and self._rule.success_bounds is not None:
             logger.warning(
                 "%d groups in a row were filtered, the last with a success rate of %.2f, outside of %g .. %g: nothing "
                 "is trained; begin with an easier task or a better policy, or set success_bounds=None",
-                FUTILE, rate, low, high,
+                FUTILE, rate, *self._rule.success_bounds,
             )  # fmt: skip
-        return wanted
 
 
 def _total_reward(parts: Sequence[Segment]) -> float:

@@ -52,7 +52,8 @@ class Trainer:
 
         Args:
             envs: A started `EnvGroup`; its actor receives the weights.
-            learner: Does the updates.
+            learner: Does the updates. One with an attribute `groups` (`ebrl.core.protocols.GroupLearner`) is given
+                episodes of complete groups only.
             updates: How many.
             max_lag: Versions that a trained decision may be behind; 0 waits for the data of each version.
             sampling: What is done about environments of different speed. ``"arrival"``: nothing. ``"quota"``: each may
