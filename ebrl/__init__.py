@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ebrl.core.errors import Deadlock, EbrlError
     from ebrl.core.protocols import Policy, PolicyOut
-    from ebrl.core.records import ActionOut, EnvSpec, UpdateReport
+    from ebrl.core.records import ActionOut, EnvSpec, GroupRule, UpdateReport
     from ebrl.core.run import run
     from ebrl.core.runtime import Runtime
     from ebrl.core.trace import Trace
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ebrl.sim.context import EnvContext
     from ebrl.sim.group import EnvGroup
     from ebrl.sim.programs import rollout
-    from ebrl.sim.spec import env_spec
+    from ebrl.sim.spec import env_spec, env_specs
     from ebrl.train.evaluate import evaluate
     from ebrl.train.grpo import GRPO, GRPOConfig
     from ebrl.train.ppo import PPO, PPOConfig
@@ -52,6 +52,7 @@ _HOMES = {
     "GRPOConfig": "train.grpo",
     "GaussianPolicy": "gen.policies.gaussian",
     "Generator": "gen.generator",
+    "GroupRule": "core.records",
     "PPO": "train.ppo",
     "PPOConfig": "train.ppo",
     "Policy": "core.protocols",
@@ -66,6 +67,7 @@ _HOMES = {
     "check_env": "sim.check",
     "check_policy": "gen.check",
     "env_spec": "sim.spec",
+    "env_specs": "sim.spec",
     "evaluate": "train.evaluate",
     "replay": "replayer",
     "rollout": "sim.programs",
@@ -88,6 +90,7 @@ __all__ = [
     "GRPOConfig",
     "GaussianPolicy",
     "Generator",
+    "GroupRule",
     "PPOConfig",
     "Policy",
     "PolicyOut",
@@ -101,6 +104,7 @@ __all__ = [
     "check_env",
     "check_policy",
     "env_spec",
+    "env_specs",
     "evaluate",
     "replay",
     "rollout",

@@ -26,6 +26,7 @@ from ebrl.core.records import (
     BatchOut,
     Decision,
     EnvSpec,
+    GroupRule,
     Observation,
     Reason,
     Segment,
@@ -40,6 +41,7 @@ from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup, EnvProgram
+from ebrl.train.sampling import Sampling
 from ebrl.train.trainer import Trainer
 
 T = TypeVar("T")
@@ -240,6 +242,12 @@ class RecordingLearner:
         return [decision for batch in self.batches for decision in batch.decisions]
 
 
+class ComparingLearner(RecordingLearner):
+    """Asks for groups."""
+
+    groups = GroupRule()
+
+
 @dataclass
 class Stage:
     """A pipeline that runs."""
@@ -253,26 +261,36 @@ class Stage:
 
 @asynccontextmanager
 async def training(
-    spec: EnvSpec,
+    spec: EnvSpec | Sequence[EnvSpec],
     machine: Machine | None = None,
     *,
     count: int = 4,
     batch_size: int = 8,
     updates: int = 4,
     max_lag: int = 1,
+    sampling: Sampling | None = None,
     horizon: int = 1,
     seed: int = 0,
     gen_lanes: int = 1,
     batcher: Batcher | None = None,
     trace: Trace | None = None,
+    rule: GroupRule | None = None,
+    deterministic: bool = False,
     **group: Any,
 ) -> AsyncIterator[Stage]:
     """Start everything, by default on a machine on which nothing takes time; `group` goes to `EnvGroup`."""
-    learner = RecordingLearner(VersionedPolicy(spec, horizon=horizon), batch_size)
-    async with Runtime(machine or VirtualMachine({}), seed=seed, trace=trace) as rt:
+    first = spec if isinstance(spec, EnvSpec) else spec[0]
+    policy = VersionedPolicy(first, horizon=horizon)
+    learner = RecordingLearner(policy, batch_size)
+    if rule is not None:
+        learner = ComparingLearner(policy, batch_size)
+        learner.groups = rule
+    machine = machine or VirtualMachine({})
+    async with Runtime(machine, seed=seed, trace=trace, deterministic=deterministic) as rt:
         gen = rt.start(Generator(learner.policy, lanes=gen_lanes, batcher=batcher))
         envs = rt.start(EnvGroup(spec, actor=gen, count=count, **group))
-        yield Stage(rt, gen, envs, rt.start(Trainer(envs, learner, updates=updates, max_lag=max_lag)), learner)
+        trainer = rt.start(Trainer(envs, learner, updates=updates, max_lag=max_lag, sampling=sampling))
+        yield Stage(rt, gen, envs, trainer, learner)
 
 
 @asynccontextmanager

@@ -98,6 +98,19 @@ def test_deterministic_mode_gives_every_environment_the_same() -> None:
     assert admission.try_start(0)
 
 
+def test_a_quota_is_of_starts_per_version_whoever_was_trained() -> None:
+    """Else an environment whose decisions make up a whole batch could start another whole batch."""
+    admission = opened(num_envs=2, batch_size=4, max_lag=1, per_env=True)
+    assert [admission.try_start(0) for _ in range(5)] == [True] * 4 + [False]
+    for _ in range(4):
+        admission.park()
+    admission.emit(4)
+    admission.train([(0, 4)])
+    assert [admission.try_start(0) for _ in range(3)] == [True, True, False]
+    assert [admission.try_start(1) for _ in range(7)] == [True] * 6 + [False], "it has those of three versions"
+    assert admission.ledger().balanced
+
+
 @virtually
 async def test_in_deterministic_mode_nobody_waits_behind_another_environment() -> None:
     admission, order = opened(num_envs=2, batch_size=2, per_env=True), list[int]()
@@ -232,7 +245,7 @@ class Model:
         held = ledger.in_flight + ledger.parked + ledger.buffered
         assert held <= self.limit
         assert not self.per_env or sum(self.admission._held) == held
-        assert min(self.admission._held) >= 0
+        assert not self.per_env or max(self.admission._held) <= self.limit // self.num_envs
         assert self.per_env or held == self.limit or not ledger.num_waiting, "credit is free, somebody waits"
 
     def flush(self) -> None:

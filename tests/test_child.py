@@ -30,7 +30,7 @@ from ebrl.sim.fake import ScriptedEnv
 {definition}
 async def main():
     machine = LocalMachine()
-    host = ProcessHost(env_spec({make}), 1, machine, None, "host")
+    host = ProcessHost([env_spec({make})], machine, None, "host")
     try:
         await host.open()
         future = asyncio.get_running_loop().create_future()
@@ -105,7 +105,7 @@ def sigint_ignored(env: Any) -> bool:
 def test_child_is_single_threaded_and_ignores_ctrl_c() -> None:
     async def main() -> None:
         machine = LocalMachine()
-        host = ProcessHost(env_spec(ScriptedEnv), 1, machine, None, "host")
+        host = ProcessHost([env_spec(ScriptedEnv)], machine, None, "host")
         try:
             await host.open()
             for fn, expected in ((blas_threads, "1"), (sigint_ignored, True)):
@@ -120,5 +120,5 @@ def test_child_is_single_threaded_and_ignores_ctrl_c() -> None:
 
 
 def test_order_names_the_main_module_only_where_it_is_needed() -> None:
-    order = make_order(env_spec(ScriptedEnv), 2, 8)
-    assert (order.main_name, order.main_path, order.count, order.max_chunk) == (None, None, 2, 8)
+    order = make_order([env_spec(ScriptedEnv)] * 2, 8)
+    assert (order.main_name, order.main_path, order.max_chunk) == (None, None, 8)

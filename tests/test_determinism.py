@@ -144,7 +144,7 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:
         run_virtual(main())
     (error,) = leaves(caught.value)
     assert isinstance(error, ConfigError)
-    assert str(error) == ("deterministic mode shares a batch equally: batch_size 12 is no multiple of 5 environments")
+    assert "share a batch equally: batch_size 12 is no multiple of 5 environments" in str(error)
 
 
 async def answers(count: int, *, gen_lanes: int = 1, latency_seed: int = 0) -> list[ActionOut]:

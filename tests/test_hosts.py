@@ -61,9 +61,9 @@ async def opened(
     machine = LocalMachine()
     pool = Pool("cores", num_cores)
     host: SimHost = (
-        ThreadHost(spec, count, machine, pool, 3)
+        ThreadHost([spec] * count, machine, pool, 3)
         if kind == "thread"
-        else ProcessHost(spec, count, machine, pool, "host", max_chunk=max_chunk)
+        else ProcessHost([spec] * count, machine, pool, "host", max_chunk=max_chunk)
     )
     try:
         await host.open()
@@ -360,7 +360,7 @@ def test_next_operation_waits_behind_a_cancelled_one() -> None:
 def test_cancelled_before_the_pool_lent_a_unit() -> None:
     async def main() -> None:
         machine, pool = LocalMachine(), Pool("cores", 1)
-        host = ProcessHost(scripted(), 2, machine, pool, "host")
+        host = ProcessHost([scripted()] * 2, machine, pool, "host")
         await host.open()
         await ask(host.slots[0].reset, 0)
         lease = await pool.acquire()
@@ -484,7 +484,7 @@ def test_a_hanging_thread_is_given_up_and_named() -> None:
 def test_opening_can_be_cancelled() -> None:
     async def main() -> None:
         machine = LocalMachine()
-        host = ProcessHost(scripted(), 1, machine, None, "host")
+        host = ProcessHost([scripted()], machine, None, "host")
         task = asyncio.ensure_future(host.open())
         await asyncio.sleep(0)
         task.cancel()
@@ -509,7 +509,7 @@ def test_environments_stay_on_their_lane_for_life() -> None:
 def test_thread_host_on_a_virtual_machine() -> None:
     async def main() -> float:
         machine = VirtualMachine({"sim": lambda n, rng: 0.5}, num_cores=2)
-        host = ThreadHost(scripted(), 4, machine, None, 4)
+        host = ThreadHost([scripted()] * 4, machine, None, 4)
         await host.open()
         await asyncio.gather(*(ask(slot.reset, 0) for slot in host.slots))
         now = asyncio.get_running_loop().time()
@@ -522,8 +522,8 @@ def test_thread_host_on_a_virtual_machine() -> None:
 def test_process_host_needs_a_real_machine() -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match='host="thread"'):
-            ProcessHost(scripted(), 1, VirtualMachine({}), None, "host")
-        with pytest.raises(ConfigError, match="count must be"):
-            ProcessHost(scripted(), 0, LocalMachine(), None, "host")
+            ProcessHost([scripted()], VirtualMachine({}), None, "host")
+        with pytest.raises(ConfigError, match="simulators must be"):
+            ProcessHost([], LocalMachine(), None, "host")
 
     run_virtual(main())

@@ -14,9 +14,12 @@ from ebrl.core.records import ArraySpec, EnvSpec
 from ebrl.core.scope import finish
 from ebrl.sim.hosts import ProcessHost, SimHost, ThreadHost
 from ebrl.sim.simulator import Simulator
-from ebrl.sim.spec import env_spec
+from ebrl.sim.spec import env_spec, env_specs
+from ebrl.sim.tasks import as_specs
 
 pytest.importorskip("metaworld")
+from metaworld.env_dict import MT10_V3
+
 pytestmark = [pytest.mark.sims, pytest.mark.slow]
 
 EPISODES = (3, 4, 3)  # seeds; the first again at the end, after another one
@@ -70,8 +73,8 @@ def test_lanes_and_processes_equal_a_sequential_loop(spec: EnvSpec) -> None:
 
     async def main() -> None:
         machine = LocalMachine()
-        hosts: list[SimHost] = [ThreadHost(spec, 4, machine, None, 4)]
-        hosts += [ProcessHost(spec, 2, machine, None, f"host-{index}") for index in range(2)]
+        hosts: list[SimHost] = [ThreadHost([spec] * 4, machine, None, 4)]
+        hosts += [ProcessHost([spec] * 2, machine, None, f"host-{index}") for index in range(2)]
         try:
             await asyncio.gather(*(host.open() for host in hosts))
             for traces in await asyncio.gather(*(in_host(host) for host in hosts)):
@@ -120,6 +123,7 @@ def test_whole_episode_ends_by_truncation_and_success_is_a_bool() -> None:
     [
         ("Meta-World/MT1", {"env_name": "reach-v2"}, "no environment 'reach-v2'; nearest: reach-v3"),
         ("Meta-World/MT7", {}, "nearest: Meta-World/MT1"),
+        ("MT10", {}, r'env_specs\("Meta-World/MT10"\)'),
         ("reach-v3", {}, 'nearest: Meta-World/MT1 with env_name="reach-v3"'),
     ],
 )
@@ -133,3 +137,32 @@ def test_options_that_cannot_work() -> None:
         env_spec("Meta-World/MT1")
     with pytest.raises(ConfigError, match="horizon must be no more, got 501"):
         env_spec("Meta-World/MT1", env_name="reach-v3", horizon=501)
+    with pytest.raises(ConfigError, match=r'Meta-World/MT10 has 10 tasks: env_specs\("Meta-World/MT10"\)'):
+        env_spec("Meta-World/MT10")
+    with pytest.raises(ConfigError, match="takes no env_name"):
+        env_specs("Meta-World/MT10", env_name="reach-v3")
+    with pytest.raises(UnknownEnv, match="nearest: "):
+        env_specs("Meta-World/MT11")
+
+
+def test_mt10_is_ten_tasks_of_one_form_that_are_told_apart_by_a_one_hot_vector() -> None:
+    specs = env_specs("Meta-World/MT10", horizon=20, memory_mib=7)
+    assert [spec.task for spec in specs] == list(MT10_V3)
+    assert as_specs(specs) == specs
+    assert len({spec.id for spec in specs}) == 10
+    for index in (0, 7):
+        spec = specs[index]
+        assert (spec.observation, spec.horizon, spec.host, spec.memory_mib) == (
+            ArraySpec((49,), "float32"), 20, "process", 7
+        )  # fmt: skip
+        sim, alone = Simulator(spec), Simulator(env_spec("Meta-World/MT1", env_name=spec.task, horizon=20))
+        seen = [sim.reset(3)[0], sim.step(np.zeros((1, 4), np.float32)).obs]
+        for obs, part in zip(seen, [alone.reset(3)[0], alone.step(np.zeros((1, 4), np.float32)).obs], strict=True):
+            np.testing.assert_array_equal(obs, np.concatenate([np.asarray(part), np.eye(10, dtype=np.float32)[index]]))
+        sim.close()
+        alone.close()
+
+
+def test_one_environment_is_a_benchmark_of_one_task(spec: EnvSpec) -> None:
+    (found,) = env_specs("Meta-World/MT1", env_name="reach-v3", horizon=2 * STEPS, action_repeat=2)
+    assert (found.id, found.task, found.observation) == (spec.id, spec.task, spec.observation)

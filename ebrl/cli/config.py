@@ -12,6 +12,7 @@ import tyro
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import Host
 from ebrl.train.ppo import PPOConfig
+from ebrl.train.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class TrainConfig:
     """Train a policy with PPO while its environments run.
 
     Attributes:
-        env: Environment id, as in gymnasium.
+        env: Environment id, as in gymnasium; ``Meta-World/MT10`` and ``Meta-World/MT50`` have many tasks.
         env_kwargs: Passed to the environment; values are read as Python literals where they are some.
         horizon: Simulator steps after which an episode is truncated; default: the environment's own.
         action_repeat: Simulator steps for which each action is applied.
@@ -32,10 +33,11 @@ class TrainConfig:
         ppo: Options of the learner.
         updates: Updates at most.
         max_lag: Versions that a trained decision may be behind; 0: synchronous.
+        sampling: What is done about environments of different speed; default: weighted where there are several tasks.
         target_success: Stop when the greedy policy reaches this success rate on `eval_episodes` fixed seeds.
         target_return: Stop when the greedy policy reaches this mean return on them.
         eval_every: Updates between two evaluations.
-        eval_episodes: Episodes of an evaluation.
+        eval_episodes: Episodes of an evaluation; of each task where there are several.
         seed: Of everything.
         deterministic: With ``--max-lag 0``: a run that depends on the seed alone.
         run_dir: Folder of this run; must not exist. Default: ``runs/<env>-<seed>``.
@@ -57,6 +59,7 @@ class TrainConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
     updates: int = 200
     max_lag: int = 1
+    sampling: Sampling | None = None
     target_success: float | None = None
     target_return: float | None = None
     eval_every: int = 10
@@ -83,9 +86,10 @@ class TrainConfig:
             raise ConfigError(f"--target-success must be between 0 and 1, got {self.target_success}")
         if self.deterministic and self.max_lag:
             raise ConfigError("--deterministic needs --max-lag 0: with lag, data depend on who was ready first")
-        if self.deterministic and self.ppo.batch_size % self.num_envs:
+        equal = "--deterministic" if self.deterministic else "--sampling quota" if self.sampling == "quota" else None
+        if equal and self.ppo.batch_size % self.num_envs:
             raise ConfigError(
-                f"--deterministic shares a batch equally: --ppo.batch-size {self.ppo.batch_size} is no multiple of "
+                f"{equal} shares a batch equally: --ppo.batch-size {self.ppo.batch_size} is no multiple of "
                 f"--num-envs {self.num_envs}"
             )
 

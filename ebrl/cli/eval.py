@@ -9,6 +9,7 @@ from rich.console import Console
 from ebrl.cli import folder as run_folder
 from ebrl.cli.config import EvalConfig, TrainConfig
 from ebrl.cli.train import build
+from ebrl.core.records import by_task
 from ebrl.core.rng import Domain, stream
 from ebrl.core.run import run
 from ebrl.core.runtime import Runtime
@@ -24,18 +25,22 @@ def eval_run(config: EvalConfig) -> int:
         EbrlError: The folder holds no run.
     """
     trained = read_config(run_folder.load_config(config.run))
-    spec, policy = build(trained)
+    specs, policy = build(trained)
     run_folder.load_policy(policy, config.run)
 
     async def main() -> EvalReport:
         async with Runtime(seed=config.seed) as rt:
             gen = rt.start(Generator(policy, deterministic=True))
-            count = min(trained.num_envs, config.episodes)
-            envs = rt.start(EnvGroup(spec, actor=gen, count=count, lanes=trained.lanes))
+            count = min(trained.num_envs, config.episodes * len(specs))
+            envs = rt.start(EnvGroup(specs, actor=gen, count=count, lanes=trained.lanes))
             seeds = stream(config.seed, Domain.EVAL).integers(2**31, size=config.episodes)
             return await evaluate(envs, [int(seed) for seed in seeds])
 
-    Console().print(run(main()).describe(), soft_wrap=True, highlight=False)
+    report, console = run(main()), Console()
+    console.print(report.describe(), soft_wrap=True, highlight=False)
+    if len(specs) > 1:
+        for task, episodes in by_task(report.episodes).items():
+            console.print(f"  {task}: {EvalReport(tuple(episodes)).describe()}", soft_wrap=True, highlight=False)
     return 0
 
 

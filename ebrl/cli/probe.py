@@ -79,14 +79,19 @@ def make_plan(config: ProbeConfig) -> Plan:
         for name in ("env_kwargs", "horizon", "host", "policy"):
             if getattr(config, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is about environments, but {folder} is a run")
-        spec, policy = build(read_config(run_folder.load_config(folder)))
+        specs, policy = build(read_config(run_folder.load_config(folder)))
         run_folder.load_policy(policy, folder)
-        return Plan(spec, False, policy, f"the policy of {folder}")
+        return Plan(specs[0], False, policy, f"the policy of {folder}")
     try:
-        spec = describe(config.as_run())
+        spec, *others = describe(config.as_run())
     except UnknownEnv as error:
         error.add_note("nor is it the folder of a run, which holds a config.json")
         raise
+    if others:
+        raise ConfigError(
+            f"{config.target} has {1 + len(others)} tasks: probe one of them, with Meta-World/MT1 "
+            f"--env-kwargs env_name {spec.task}"
+        )
     if not config.policy:
         return Plan(spec)
     return Plan(spec, True, default_policy(spec, hidden=config.hidden, seed=config.seed), "a policy that begins")

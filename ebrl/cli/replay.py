@@ -32,7 +32,7 @@ def replay_run(config: ReplayConfig) -> int:
         trained = replace(read_config(record), seed=record["seed"], ppo=PPOConfig(**record["ppo"]))
     except (KeyError, TypeError) as error:
         raise ConfigError(f"config.json in {config.run} is of another version of EBRL: {error}") from error
-    spec, policy = build(trained)
-    report = replay(log, spec, build_learner(trained, policy))
+    specs, policy = build(trained)
+    report = replay(log, specs[0], build_learner(trained, policy))  # only runs of one task are recorded
     Console().print(report.describe(), soft_wrap=True, highlight=False, markup=False)
     return 0 if report.mismatch is None else 1

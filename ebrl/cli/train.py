@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,9 +22,10 @@ from ebrl.core.trace import Trace
 from ebrl.gen.generator import Generator
 from ebrl.gen.policies import TorchPolicy, default_policy
 from ebrl.sim.group import EnvGroup
-from ebrl.sim.spec import env_spec
+from ebrl.sim.spec import env_specs
+from ebrl.sim.tasks import check_even, spread
 from ebrl.train.evaluate import EvalReport, evaluate
-from ebrl.train.metrics import MetricsWriter, flatten
+from ebrl.train.metrics import MetricsWriter, flatten, task_scalars
 from ebrl.train.ppo import PPO
 from ebrl.train.trainer import Trainer
 
@@ -41,19 +42,22 @@ def train(config: TrainConfig) -> int:
     run_folder.refuse_existing(config.folder)
     console = Console()
     known = load(config.profile) if config.profile is not None else None
-    spec, policy = build(config)
+    specs, policy = build(config)
+    tasks = [specs[i].task for i in spread(specs, config.num_envs)]
+    if config.sampling == "quota":
+        check_even(tasks)
     learner = build_learner(config, policy)
     run_folder.create(config.folder, config)
     with MetricsWriter(config.folder) as metrics:
-        session = Session(config, console, spec, policy, learner, metrics, known)
+        session = Session(config, console, specs, policy, learner, metrics, known)
         with saving(session, config, console):
             run(session.main())
     return 0 if session.reached or not config.evaluates else 3
 
 
-def describe(config: TrainConfig) -> EnvSpec:
-    """Make the environment's description."""
-    return env_spec(
+def describe(config: TrainConfig) -> tuple[EnvSpec, ...]:
+    """Make the environment's description, or those of all tasks of a benchmark."""
+    return env_specs(
         config.env,
         horizon=config.horizon,
         action_repeat=config.action_repeat,
@@ -62,17 +66,17 @@ def describe(config: TrainConfig) -> EnvSpec:
     )
 
 
-def build(config: TrainConfig) -> tuple[EnvSpec, TorchPolicy]:
-    """Make the environment's description and an untrained policy for it."""
-    spec = describe(config)
+def build(config: TrainConfig) -> tuple[tuple[EnvSpec, ...], TorchPolicy]:
+    """Make the description of what is trained in, and an untrained policy for it."""
+    specs = describe(config)
     policy = default_policy(
-        spec,
+        specs[0],
         hidden=config.hidden,
         memory_size=config.memory_size,
         normalize=config.normalize_obs,
         seed=config.seed,
     )
-    return spec, policy
+    return specs, policy
 
 
 def build_learner(config: TrainConfig, policy: TorchPolicy) -> PPO:
@@ -98,7 +102,7 @@ class Session:
         self,
         config: TrainConfig,
         console: Console,
-        spec: EnvSpec,
+        specs: Sequence[EnvSpec],
         policy: TorchPolicy,
         learner: PPO,
         metrics: MetricsWriter,
@@ -107,7 +111,7 @@ class Session:
         self.reached = False
         self._config = config
         self._console = console
-        self._spec = spec
+        self._specs = specs
         self._policy = policy
         self._learner = learner
         self._metrics = metrics
@@ -138,13 +142,19 @@ class Session:
     async def main(self) -> None:
         """Train until a target is reached or all updates are done."""
         config = self._config
-        progress = RunProgress(self._console, self._spec.id, config.updates)
+        progress = RunProgress(self._console, config.env if len(self._specs) > 1 else self._specs[0].id, config.updates)
         try:
             async with self._runtime as rt:
                 self._actor = gen = rt.start(Generator(self._policy))
                 envs = rt.start(self._group(gen, config.num_envs, "envs"))
                 io = rt.machine.lane("io", "metrics")
-                trainer = Trainer(envs, self._learner, updates=config.updates, max_lag=config.max_lag)
+                trainer = Trainer(
+                    envs,
+                    self._learner,
+                    updates=config.updates,
+                    max_lag=config.max_lag,
+                    sampling=config.sampling,
+                )
                 with progress:
                     async for report in rt.start(trainer):
                         await io.run(self._metrics.write, report.env_steps, flatten(report))
@@ -163,7 +173,7 @@ class Session:
                 self._trace.save(config.folder / "trace.json")
 
     def _group(self, actor: Generator, count: int, name: str) -> EnvGroup:
-        return EnvGroup(self._spec, actor=actor, count=count, lanes=self._config.lanes, name=name)
+        return EnvGroup(self._specs, actor=actor, count=count, lanes=self._config.lanes, name=name)
 
     def _due(self, report: UpdateReport) -> bool:
         return report.update % self._config.eval_every == 0 or report.update == self._config.updates
@@ -172,14 +182,15 @@ class Session:
         config = self._config
         if self._evaluation is None:
             gen = rt.start(Generator(self._policy, deterministic=True, name="eval-gen"))
-            envs = rt.start(self._group(gen, min(config.num_envs, config.eval_episodes), "eval-envs"))
+            count = min(config.num_envs, config.eval_episodes * len(self._specs))
+            envs = rt.start(self._group(gen, count, "eval-envs"))
             self._evaluation = gen, envs
         gen, envs = self._evaluation
         await gen.publish(self._policy)
         seeds = stream(config.seed, Domain.EVAL).integers(2**31, size=config.eval_episodes)
         result = await evaluate(envs, [int(seed) for seed in seeds])
         if config.target_success is not None and all(episode.success is None for episode in result.episodes):
-            raise ConfigError(f"{self._spec.id} reports no success in its info: use --target-return instead")
+            raise ConfigError(f"{self._specs[0].id} reports no success in its info: use --target-return instead")
         return result
 
     def _meets_target(self, result: EvalReport) -> bool:
@@ -203,4 +214,5 @@ def evaluation_scalars(report: UpdateReport, result: EvalReport) -> dict[str, fl
         "eval/return": result.mean_return,
         "eval/success_rate": result.success_rate,
         "eval/episodes": len(result.episodes),
+        **task_scalars("eval", result),
     }

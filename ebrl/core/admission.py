@@ -6,6 +6,11 @@ The ledger holds, always::
 
 ``in_flight``: started, its outcome not known yet. ``parked``: finished, in an open segment. ``buffered``: in a segment
 handed to the consumer. A decision may start when ``started + 1 <= trained + dropped.total() + (max_lag + 1) * B``.
+With quotas that holds for each environment alone, which may start B / N decisions per version and is not waited for any
+the less: of its own, ``started + 1 <= dropped + (version + max_lag + 1) * B / N``.
+
+Where episodes of groups are compared, credit is given to episodes instead, and decisions in them always may start
+(`ebrl.sim.cohorts`).
 
 That count bounds memory and the mean lag; order, cut and mask bound the lag of each decision (`ebrl.train.assemble`).
 The consumer is `ready` as soon as B decisions are finished, parked or buffered: it then has open segments cut as it
@@ -17,14 +22,15 @@ of two in sample efficiency where an episode has 75.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ebrl.core.errors import Closed, ConfigError
 
-Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost"]
+Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "incomplete", "filtered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +54,17 @@ class Ledger:
 
 
 class Admission:
-    """The credit of one group of environments. Closed until a consumer opens it. Used on the loop only."""
+    """The credit of one group of environments. Closed until a consumer opens it. Used on the loop only.
+
+    Attributes:
+        on_credit: Called when credit may have come back; of whoever gives it by something else than decisions.
+    """
 
     def __init__(self, num_envs: int) -> None:
+        self.on_credit: Callable[[], None] | None = None
+        self._whole = False
         self._num_envs = num_envs
-        self._held = [0] * num_envs  # per environment, with a quota: started, not ended yet
+        self._held = [0] * num_envs  # per environment, with a quota: started - dropped - version * quota
         self._quota: int | None = None
         self._limit = 0
         self._batch_size = 0
@@ -68,14 +80,16 @@ class Admission:
         self._parked = 0
         self._in_flight = 0
 
-    def open(self, batch_size: int, max_lag: int, *, per_env: bool = False) -> None:
+    def open(self, batch_size: int, max_lag: int, *, per_env: bool = False, whole: bool = False) -> None:
         """Give credit.
 
         Args:
             batch_size: B, decisions that the consumer takes at once.
             max_lag: Versions that a decision may be behind when it is trained.
-            per_env: Every environment gets exactly B / N decisions per version, by a counter of its own, so that who
-                is fast has no influence on the data (deterministic mode).
+            per_env: Every environment may start B / N decisions per version, by a counter of its own, so that who is
+                fast has no influence on its share of the data; and with `max_lag` 0, on no data (deterministic mode).
+            whole: Open segments cannot be cut: the consumer can use decisions once they were handed to it. Any decision
+                may start, since credit is given by others (`ebrl.sim.cohorts`).
 
         Raises:
             ConfigError: B is not positive, `max_lag` negative, or B no multiple of N where it must be.
@@ -86,13 +100,14 @@ class Admission:
             raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
         if per_env and batch_size % self._num_envs:
             raise ConfigError(
-                f"deterministic mode shares a batch equally: batch_size {batch_size} is no multiple of "
-                f"{self._num_envs} environments"
+                f'deterministic mode and sampling="quota" share a batch equally: batch_size {batch_size} is no '
+                f"multiple of {self._num_envs} environments"
             )
         self._batch_size = batch_size
         self._max_lag = max_lag
         self._quota = batch_size // self._num_envs if per_env else None
-        self._limit = (max_lag + 1) * batch_size
+        self._whole = whole
+        self._limit = sys.maxsize if whole else (max_lag + 1) * batch_size
         self._pump()
 
     def close(self) -> None:
@@ -158,6 +173,8 @@ class Admission:
         """`num` parked decisions were handed to the consumer."""
         self._parked -= num
         self._buffered += num
+        if self._ready is not None:
+            self._look()
 
     def drop(self, env: int, reason: Drop, place: Literal["in_flight", "parked", "buffered"], num: int = 1) -> None:
         """`num` decisions of `env` end here without being trained."""
@@ -179,18 +196,20 @@ class Admission:
         Args:
             shares: ``(environment, decisions)``; one environment may come several times.
         """
-        for env, num in shares:
+        for _, num in shares:
             self._buffered -= num
             self._trained += num
             self._ended += num
-            if self._quota is not None:
-                self._held[env] -= num
+        if self._quota is not None:
+            self._held = [held - self._quota for held in self._held]
         self._pump()
 
     # The consumer.
 
     async def ready(self) -> None:
-        """Wait until B decisions are finished, in open segments or out of them. For the one consumer.
+        """Wait until B decisions are finished: in open segments, where they can be cut, or out of them.
+
+        For the one consumer.
 
         Raises:
             Closed: The environments have ended.
@@ -208,6 +227,11 @@ class Admission:
     def missing(self) -> int:
         """Decisions that the buffered ones lack to a batch."""
         return self._batch_size - self._buffered
+
+    @property
+    def num_buffered(self) -> int:
+        """Decisions in segments that were handed to the consumer."""
+        return self._buffered
 
     def ledger(self) -> Ledger:
         """Where all started decisions are."""
@@ -227,6 +251,8 @@ class Admission:
         return self._started - self._ended < self._limit
 
     def _pump(self) -> None:
+        if self.on_credit is not None:
+            self.on_credit()
         if not self._waiters:
             return
         rest: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -248,6 +274,6 @@ class Admission:
         self._waiters = rest
 
     def _look(self) -> None:
-        ready = self._ready
-        if ready is not None and not ready.done() and self._parked + self._buffered >= self._batch_size:
+        ready, usable = self._ready, self._buffered if self._whole else self._parked + self._buffered
+        if ready is not None and not ready.done() and usable >= self._batch_size:
             ready.set_result(None)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from ebrl.core.records import ActionOut, Array, Episode, Observation, Segment, TrainBatch
+from ebrl.core.records import ActionOut, Array, Episode, GroupRule, Observation, Segment, TrainBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,8 +190,23 @@ class Experience(Protocol):
     def env_steps(self) -> int:
         """Simulator steps since it started."""
 
-    def open_training(self, batch_size: int, max_lag: int) -> None:
-        """Begin to produce segments; called once, when the consumer opens."""
+    @property
+    def tasks(self) -> Sequence[str]:
+        """Of each environment."""
+
+    @property
+    def group_size(self) -> int:
+        """G: environments that run the same episodes; 1: all run their own."""
+
+    def open_training(self, batch_size: int, max_lag: int, *, quota: bool = False, groups: bool = False) -> None:
+        """Begin to produce segments; called once, when the consumer opens.
+
+        Args:
+            batch_size: B.
+            max_lag: See `ebrl.core.admission.Admission.open`.
+            quota: Every environment may start the same number of decisions per version.
+            groups: Hand over the segments of an episode when all of its group have ended it, and no others.
+        """
 
     def take_segments(self, stale: int | None = None) -> list[Segment]:
         """Hand over all segments that are ready.
@@ -302,3 +317,12 @@ class Learner(Protocol):
         Returns:
             Metrics by name.
         """
+
+
+@runtime_checkable
+class GroupLearner(Learner, Protocol):
+    """A learner that compares episodes that began alike: its segments come with `Segment.advantage`."""
+
+    @property
+    def groups(self) -> GroupRule:
+        """Which groups it learns from."""

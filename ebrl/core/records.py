@@ -8,12 +8,15 @@ nobody writes to them after the stage that made them has handed them on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ebrl.core.errors import ConfigError
 
 Array: TypeAlias = NDArray[Any]
 Observation: TypeAlias = "Array | dict[str, Array]"
@@ -213,6 +216,7 @@ class Segment:
     Attributes:
         reason: Why it was cut here.
         advantage: Of its episode relative to its group, for algorithms that learn from that; None without groups.
+        success: Of its episode, where groups are collected; None elsewhere, or if ``info`` never said.
     """
 
     env: int
@@ -221,6 +225,31 @@ class Segment:
     last_obs: Observation
     reason: Reason
     advantage: float | None = None
+    success: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRule:
+    """Which groups of episodes that began alike are trained.
+
+    Attributes:
+        success_bounds: Lowest and highest success rate of a group, inclusive; others are dropped as ``filtered``, since
+            where all members do equally well there is nothing to compare. None: all groups are trained.
+        success_return: Sum of rewards from which an episode counts as a success; None: what ``info`` says.
+    """
+
+    success_bounds: tuple[float, float] | None = None
+    success_return: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            ConfigError: Bounds that are no part of 0 .. 1.
+        """
+        low, high = self.success_bounds or (0.0, 1.0)
+        if not 0 <= low <= high <= 1:
+            raise ConfigError(f"success_bounds must be two numbers in 0 .. 1, the lower one first, got {(low, high)}")
 
 
 @dataclass(slots=True)
@@ -229,7 +258,8 @@ class TrainBatch:
 
     Attributes:
         version: Of the learner when the batch was taken; ``lag = version - decision.version``.
-        weights: ``[B]`` that decisions count with, mean 1, in the order of `decisions`; None: all the same.
+        weights: ``[B]`` that decisions count with, mean 1, in the order of `decisions`: whoever puts segments into
+            another order takes the weights along. None: all the same.
     """
 
     segments: list[Segment]
@@ -253,7 +283,7 @@ class Episode:
 
     Attributes:
         env: Index of the environment that ran it.
-        episode: Its number there; in an evaluation, the position in the seed list.
+        episode: Its number there; in an evaluation, the position of its seed in the list.
         seed: What the simulator was reset with.
         total_reward: Undiscounted sum of the simulator's rewards.
         num_steps: Simulator steps.
@@ -276,6 +306,31 @@ class Episode:
     task: str = ""
 
 
+def mean_return(episodes: Iterable[Episode]) -> float:
+    """Return the mean over episodes; NaN of none."""
+    returns = [episode.total_reward for episode in episodes]
+    return sum(returns) / len(returns) if returns else math.nan
+
+
+def success_rate(episodes: Iterable[Episode]) -> float:
+    """Return the share of successes among episodes that report success; NaN when none does."""
+    known = [episode.success for episode in episodes if episode.success is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
+def by_task(episodes: Iterable[Episode], tasks: Iterable[str] = ()) -> dict[str, list[Episode]]:
+    """Return episodes by task, tasks in the order in which they are first named.
+
+    Args:
+        episodes: Of any tasks.
+        tasks: That are there whether or not one of their episodes is.
+    """
+    parts: dict[str, list[Episode]] = {task: [] for task in tasks}
+    for episode in episodes:
+        parts.setdefault(episode.task, []).append(episode)
+    return parts
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
     """One update of the learner, and what the runtime did meanwhile.
@@ -293,6 +348,7 @@ class UpdateReport:
         metrics: What the learner measured (losses, ratios, gradients).
         episodes: Finished since the last report.
         dropped: Decisions dropped since the run began, by reason.
+        tasks: That the environments have.
     """
 
     update: int
@@ -307,15 +363,24 @@ class UpdateReport:
     metrics: Mapping[str, float]
     episodes: tuple[Episode, ...]
     dropped: Mapping[str, int]
+    tasks: tuple[str, ...] = ()
 
     @property
     def mean_return(self) -> float:
         """Over `episodes`; NaN when none ended."""
-        returns = [episode.total_reward for episode in self.episodes]
-        return sum(returns) / len(returns) if returns else float("nan")
+        return mean_return(self.episodes)
 
     @property
     def success_rate(self) -> float:
         """Over those of `episodes` that report success; NaN when none does."""
-        known = [episode.success for episode in self.episodes if episode.success is not None]
-        return sum(known) / len(known) if known else float("nan")
+        return success_rate(self.episodes)
+
+    @property
+    def task_returns(self) -> dict[str, float]:
+        """`mean_return` of every task."""
+        return {task: mean_return(part) for task, part in by_task(self.episodes, self.tasks).items()}
+
+    @property
+    def task_success_rates(self) -> dict[str, float]:
+        """`success_rate` of every task."""
+        return {task: success_rate(part) for task, part in by_task(self.episodes, self.tasks).items()}

@@ -38,16 +38,15 @@ class Order:
     """First message: what to build.
 
     Attributes:
-        spec: Pickled `EnvSpec`; unpickled after the user's main module was imported, if it refers to it.
-        count: How many.
+        specs: Pickled tuple of one `EnvSpec` per simulator; unpickled after the user's main module was imported, if it
+            refers to it.
         max_chunk: Most actions in one step.
         main_name: Module name of the user's script, if it was started as one.
-        main_path: Its file otherwise; both None when the spec does not refer to it.
+        main_path: Its file otherwise; both None when no spec refers to it.
         argv: Of the parent, for the script that is imported.
     """
 
-    spec: bytes
-    count: int
+    specs: bytes
     max_chunk: int
     main_name: str | None = None
     main_path: str | None = None
@@ -79,7 +78,6 @@ class Worker:
         self._out = bytearray()
         self._sims: list[Simulator] = []
         self._rows: Rows
-        self._keys: tuple[str, ...] = ()
 
     def run(self) -> None:
         """Build, serve until the parent hangs up, close."""
@@ -96,11 +94,10 @@ class Worker:
     def _build(self) -> None:
         order: Order = pickle.loads(self._read_frame())
         import_main(order)
-        spec: EnvSpec = pickle.loads(order.spec)
-        self._rows = Rows(spec, order.count, order.max_chunk, self._memory_fd)
+        specs: tuple[EnvSpec, ...] = pickle.loads(order.specs)
+        self._rows = Rows(specs, order.max_chunk, self._memory_fd)
         os.close(self._memory_fd)
-        self._keys = spec.info_keys
-        for _ in range(order.count):
+        for spec in specs:
             self._sims.append(Simulator(spec))
 
     def _serve(self) -> None:
@@ -171,7 +168,7 @@ class Worker:
         else:
             target[...] = obs
         infos = self._rows.infos
-        for index, key in enumerate(self._keys, row * self._rows.num_infos):
+        for index, key in enumerate(self._rows.info_keys, row * self._rows.num_infos):
             value = info.get(key, _NAN)
             infos[index] = value if isinstance(value, SCALARS) else _NAN
 

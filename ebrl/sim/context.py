@@ -266,7 +266,7 @@ class EnvContext:
         """Close what is open. Called by the group when the program has returned."""
         if not self.done:  # the program leaves an episode that could have gone on
             _end_episode(self, "the program has left the episode")
-        self.recorder.end(self._last_obs)
+        _close(self)
 
     async def _step(self, name: str, action: Array) -> StepResult:
         if self._busy is not None or self._needs_reset is not None:
@@ -293,10 +293,20 @@ class EnvContext:
 
 
 async def _next_episode(env: EnvContext) -> tuple[int, int]:
-    plan = env._group.plan
-    if plan.must_wait:
+    plan, cohorts, episode = env._group.plan, env._group.cohorts, env.episode + 1
+    if plan.must_wait(env.index):
         env._request.answered_s = 0.0
-    return await plan.next(env.index, env.episode + 1)
+    assigned = await plan.next(env.index, episode)
+    if cohorts is not None and cohorts.must_wait(env.index, episode):
+        env._request.answered_s = 0.0
+        await cohorts.begin(env.index, episode)
+    return assigned
+
+
+def _close(env: EnvContext) -> None:
+    env.recorder.end(env._last_obs)
+    if env._group.cohorts is not None:
+        env._group.cohorts.end(env.index, env.episode, env.meter.success, lost=env.meter.lost)
 
 
 async def _wait_for_credit(env: EnvContext) -> None:
@@ -314,6 +324,7 @@ def _lose(env: EnvContext, started: bool) -> None:
     if started:
         env.recorder.drop_current("lost")
     env.recorder.cut("lost")
+    env.meter.lost = True
     _end_episode(env, "a step failed or was cancelled while it ran, so the state of the simulator is unknown")
 
 

@@ -14,6 +14,7 @@ class EpisodeMeter:
         "assigned",
         "began_s",
         "first_decision",
+        "lost",
         "num_steps",
         "position",
         "seed",
@@ -45,6 +46,7 @@ class EpisodeMeter:
         self.num_steps = 0
         self.total_reward = 0.0
         self.success: bool | None = None
+        self.lost = False  # how it went on is not known
 
     def end(self, env: int, task: str, now_s: float, num_decisions: int, version: int) -> Episode:
         """Return the episode."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from ebrl.core.admission import Admission
@@ -18,12 +18,14 @@ from ebrl.core.records import EnvSpec, Episode, Host, Observation, Segment
 from ebrl.core.runtime import Runtime
 from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
+from ebrl.sim.cohorts import Cohorts
 from ebrl.sim.context import EnvContext
 from ebrl.sim.hosts import SimHost
 from ebrl.sim.placement import make_hosts
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import rollout
 from ebrl.sim.recorder import Recorder
+from ebrl.sim.tasks import as_specs, check_even, check_groups, common_host, spread
 
 EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
 
@@ -36,15 +38,17 @@ class EnvGroup:
     simulator call; nothing in here ever waits for all of them.
 
     Attributes:
+        specs: Of each environment.
         profile: What is known of steps, resets and turn-arounds; as of the last call of `statistics`.
     """
 
     def __init__(
         self,
-        spec: EnvSpec,
+        spec: EnvSpec | Sequence[EnvSpec],
         *,
         actor: Actor,
         count: int,
+        group_size: int = 1,
         program: EnvProgram = rollout,
         host: Host | None = None,
         lanes: int | None = None,
@@ -55,9 +59,12 @@ class EnvGroup:
         """Describe a group.
 
         Args:
-            spec: From `ebrl.env_spec`.
+            spec: From `ebrl.env_spec`; or several that observe and act alike and have a task each, from
+                `ebrl.env_specs`: environment i then has ``spec[i % len(spec)]``.
             actor: Decides for all of them, in batches: a `Generator`.
             count: N.
+            group_size: G; consecutive environments that have one task and train from the same seeds, so that a learner
+                (GRPO) can compare their episodes. N is a multiple of it, and group i has ``spec[i % len(spec)]``.
             program: Coroutine function that runs one episode or many; called again until the group ends.
             host: ``"thread"`` or ``"process"``; default: what the spec wants.
             lanes: Threads, or processes, that share the simulators; environment i belongs to lane ``i % lanes`` for
@@ -68,14 +75,18 @@ class EnvGroup:
             name: Of the service; keys its random streams.
 
         Raises:
-            ConfigError: A number out of range.
+            ConfigError: A number out of range, or specs that do not go together.
         """
-        for label, value in (("count", count), ("lanes", lanes), ("segment_length", segment_length)):
+        numbers = {"count": count, "group_size": group_size, "lanes": lanes, "segment_length": segment_length}
+        for label, value in numbers.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{label} must be at least 1, got {value}")
-        self.spec = spec
+        specs = as_specs(spec)
+        spec_of = spread(specs, count, group_size)
+        self.specs = [specs[i] for i in spec_of]
         self.actor = actor
         self.count = count
+        self.group_size = group_size
         self.name = name
         self.observe = observe
         self.seed = 0
@@ -84,18 +95,21 @@ class EnvGroup:
         self.admission = Admission(count)
         self.profile = SimulationProfile(name)
         self._program = program
-        self._host = host or spec.host
+        self._host = host or common_host(specs)
         self._lanes = lanes
         self._runtime: Runtime | None = None
         self._hosts: list[SimHost] = []
         self._scope: Scope | None = None
         self._memory: Lease | None = None
         length = segment_length or sys.maxsize
-        self._recorders = [Recorder(i, spec.task, spec.action_repeat, length, self._emit) for i in range(count)]
+        self._recorders = [
+            Recorder(i, each.task, each.action_repeat, length, self._emit) for i, each in enumerate(self.specs)
+        ]
         self._contexts: list[EnvContext] = []
         self._segments: list[Segment] = []
         self._episodes: list[Episode] = []
-        self.plan = Plan()
+        self.plan = Plan(spec_of, group_size)
+        self.cohorts: Cohorts | None = None
 
     def open(self, runtime: Runtime) -> None:
         """Take lanes; called by `Runtime.start`."""
@@ -104,8 +118,7 @@ class EnvGroup:
         self.trace = runtime.trace
         self.clock = runtime.clock
         self._hosts = make_hosts(
-            self.spec,
-            self.count,
+            self.specs,
             host=self._host,
             lanes=self._lanes,
             machine=runtime.machine,
@@ -114,7 +127,7 @@ class EnvGroup:
         )
         self.profile = SimulationProfile(self.name)
         runtime.profiles.add(*self.profile.stages)
-        self._read()
+        _read(self)
         runtime.tuning.add_group(self)
 
     def reading(self) -> SimReading:
@@ -136,7 +149,7 @@ class EnvGroup:
         async with Scope() as scope:
             self._scope = scope
             assert self._runtime is not None
-            self._memory = await _take_memory(self._runtime, self.spec, self.count, self.name)
+            self._memory = await _take_memory(self._runtime, self.specs, self.name)
             building = [scope.start(host.open(), f"{self.name}-build-{i}") for i, host in enumerate(self._hosts)]
             for task in building:
                 await task
@@ -144,7 +157,7 @@ class EnvGroup:
                 slots = self._hosts[index % len(self._hosts)].slots
                 context = EnvContext(self, index, slots[index // len(self._hosts)], recorder)
                 self._contexts.append(context)
-                scope.start(self._live(context), f"{self.name}-{index}")
+                scope.start(_live(self._program, context), f"{self.name}-{index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
 
     def statistics(self) -> Mapping[str, float]:
@@ -153,8 +166,8 @@ class EnvGroup:
         return {
             "env_steps": self.env_steps,
             "busy_s": sum(host.busy_s for host in self._hosts),
-            **self._read(),
-            "waiting_for_credit": ledger.num_waiting,
+            **_read(self),
+            "waiting_for_credit": ledger.num_waiting + (self.cohorts.num_waiting if self.cohorts is not None else 0),
             "started": ledger.started,
             "trained": ledger.trained,
             "buffered": ledger.buffered,
@@ -168,7 +181,7 @@ class EnvGroup:
         self.admission.close()
         if self._runtime is not None:
             self._runtime.tuning.forget(self)
-            self._read()
+            _read(self)
         await asyncio.gather(*(host.aclose(deadline_s) for host in self._hosts))
         if self._memory is not None:
             self._memory.release()
@@ -177,25 +190,38 @@ class EnvGroup:
             self._scope.cancel()  # again: a program that still awaits something in a `finally` has had its time
 
     @property
+    def tasks(self) -> list[str]:
+        """Of each environment."""
+        return [spec.task for spec in self.specs]
+
+    @property
     def env_steps(self) -> int:
         """Simulator steps so far, of all environments."""
         return sum(context.meter.env_steps for context in self._contexts)
 
     # The consumer's side; see `ebrl.core.protocols.Experience`.
 
-    def open_training(self, batch_size: int, max_lag: int) -> None:
+    def open_training(self, batch_size: int, max_lag: int, *, quota: bool = False, groups: bool = False) -> None:
         """Begin to produce segments; called once, by a trainer.
 
+        Args:
+            batch_size: B, decisions that the consumer takes at once.
+            max_lag: Versions that a decision may be behind when it is trained.
+            quota: Every environment may start B / N decisions per version.
+            groups: Hand over the segments of an episode when all of its group have ended it, and no others. Credit is
+                then of whole episodes (`ebrl.sim.cohorts`).
+
         Raises:
-            ConfigError: As `Admission.open`; or the group has a trainer, or has run an evaluation.
+            ConfigError: As `Admission.open`; the group has a trainer, or has run an evaluation; a quota where tasks
+                have different numbers of environments; or groups of one environment, or with a quota.
             Closed: The group was not started.
         """
         self.plan.refuse_training(self.name)
         if self._runtime is None:
             raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
-        self.admission.open(batch_size, max_lag, per_env=self._runtime.deterministic and max_lag == 0)
+        _open_admission(self, batch_size, max_lag, quota=quota, groups=groups)
         if self._runtime.events is not None:
-            facts = {"specs": [self.spec.id], "count": self.count, "actor": self.actor.name}
+            facts = {"specs": [spec.id for spec in self.specs[:1]], "count": self.count, "actor": self.actor.name}
             self._runtime.events.describe("groups", self.name, **facts)
         for recorder in self._recorders:
             recorder.admission = self.admission
@@ -207,14 +233,10 @@ class EnvGroup:
         Args:
             stale: First cut every open segment that holds a decision of this version or an older one, which could not
                 wait for the next batch; then, while a batch is not complete, those with the oldest versions. None:
-                cut nothing.
+                cut nothing. Of groups nothing is cut.
         """
-        if stale is not None:
-            started = [recorder for recorder in self._recorders if recorder.oldest_version is not None]
-            for recorder in sorted(started, key=lambda recorder: recorder.oldest_version or 0):
-                if (recorder.oldest_version or 0) > stale and self.admission.missing <= 0:
-                    break
-                recorder.cut("taken")
+        if stale is not None and self.cohorts is None:
+            _cut(self, stale)
         segments, self._segments = self._segments, []
         return segments
 
@@ -224,15 +246,16 @@ class EnvGroup:
         return episodes
 
     async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
-        """Run one episode per seed and wait for all of them, recording nothing for training.
+        """Run one episode per seed and task, and wait for all of them, recording nothing for training.
 
-        Which environment runs which seed does not matter, and who finishes first neither: all that start count.
+        Which environment of a task runs which seed does not matter, and who finishes first neither: all that start
+        count.
 
         Args:
-            seeds: One per episode.
+            seeds: One per episode; every task runs all of them.
 
         Returns:
-            In the order of `seeds`.
+            In the order of `seeds`, and for each seed in the order of tasks.
 
         Raises:
             ConfigError: The group is used for training.
@@ -246,44 +269,82 @@ class EnvGroup:
         if not self.plan.finished(episode):
             self._episodes.append(episode)
 
-    def _read(self) -> dict[str, float]:
-        """Bring the profile up to date with counters and with what hosts have noted."""
-        assert self._runtime is not None
-        now_s, profile = self.clock(), self.profile
-        for host in self._hosts:
-            host.times.move(profile)
-        busy_s = sum(host.busy_s for host in self._hosts)
-        cores = min(self._runtime.resources.pool("cores").units, self.count)
-        profile.reset.read(now_s, sum(context.episode + 1 for context in self._contexts), 0.0)
-        return profile.step.read(now_s, self.env_steps, busy_s, cores)
-
     def _emit(self, segment: Segment) -> None:
+        if self.cohorts is not None:
+            self.cohorts.add(segment)
+        else:
+            self._hand_over(segment)
+
+    def _hand_over(self, segment: Segment) -> None:
+        self.admission.emit(len(segment.decisions))
         self._segments.append(segment)
 
-    async def _live(self, env: EnvContext) -> None:
-        while True:
-            before = env.num_calls
-            try:
-                await self._program(env)
-                env.finish_episode()
-                if env.num_calls == before:
-                    raise ProgramError(
-                        "the program returned without a single call of its environment: it would be called again "
-                        "for ever; await env.reset() in it"
-                    )
-            except Exception as error:
-                _note(error, env.where())
-                raise
+
+async def _live(program: EnvProgram, env: EnvContext) -> None:
+    while True:
+        before = env.num_calls
+        try:
+            await program(env)
+            env.finish_episode()
+            if env.num_calls == before:
+                raise ProgramError(
+                    "the program returned without a single call of its environment: it would be called again "
+                    "for ever; await env.reset() in it"
+                )
+        except Exception as error:
+            _note(error, env.where())
+            raise
 
 
-async def _take_memory(runtime: Runtime, spec: EnvSpec, count: int, name: str) -> Lease | None:
+def _open_admission(group: EnvGroup, batch_size: int, max_lag: int, *, quota: bool, groups: bool) -> None:
+    assert group._runtime is not None
+    exact = group._runtime.deterministic and max_lag == 0
+    if quota:
+        check_even(group.tasks)
+    if groups:
+        check_groups(group.name, group.group_size, quota)
+        group.cohorts = Cohorts(
+            group.admission,
+            group._hand_over,
+            num_envs=group.count,
+            size=group.group_size,
+            batch_size=batch_size,
+            max_lag=max_lag,
+            in_waves=exact,
+        )
+    group.admission.open(batch_size, max_lag, per_env=quota or (exact and not groups), whole=groups)
+
+
+def _cut(group: EnvGroup, stale: int) -> None:
+    started = [recorder for recorder in group._recorders if recorder.oldest_version is not None]
+    for recorder in sorted(started, key=lambda recorder: recorder.oldest_version or 0):
+        if (recorder.oldest_version or 0) > stale and group.admission.missing <= 0:
+            break
+        recorder.cut("taken")
+
+
+def _read(group: EnvGroup) -> dict[str, float]:
+    """Bring the profile up to date with counters and with what hosts have noted."""
+    assert group._runtime is not None
+    now_s, profile = group.clock(), group.profile
+    for host in group._hosts:
+        host.times.move(profile)
+    busy_s = sum(host.busy_s for host in group._hosts)
+    cores = min(group._runtime.resources.pool("cores").units, group.count)
+    profile.reset.read(now_s, sum(context.episode + 1 for context in group._contexts), 0.0)
+    return profile.step.read(now_s, group.env_steps, busy_s, cores)
+
+
+async def _take_memory(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Lease | None:
     """Take what the simulators will need, for good; waits for groups that are there already."""
-    if not spec.memory_mib:
+    wanted = sum(spec.memory_mib for spec in specs)
+    if not wanted:
         return None
-    pool, wanted = runtime.resources.pool("memory"), count * spec.memory_mib
+    pool = runtime.resources.pool("memory")
     if wanted > pool.units:
+        sizes = " to ".join(map(str, sorted({min(s.memory_mib for s in specs), max(s.memory_mib for s in specs)})))
         raise ConfigError(
-            f"{name}: {count} simulators of {spec.memory_mib} MiB do not fit into {pool.units} MiB: use a smaller count"
+            f"{name}: {len(specs)} simulators of {sizes} MiB do not fit into {pool.units} MiB: use a smaller count"
         )
     return await pool.acquire(wanted, name)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ebrl.core.errors import Closed, ConfigError, InvalidData, SimulatorError
@@ -126,8 +126,7 @@ class ThreadHost:
 
     def __init__(
         self,
-        spec: EnvSpec,
-        count: int,
+        specs: Sequence[EnvSpec],
         machine: Machine,
         pool: Lender | None,
         num_lanes: int,
@@ -138,8 +137,7 @@ class ThreadHost:
         """Take the lanes; simulator i belongs to lane ``i % num_lanes`` for life.
 
         Args:
-            spec: What to build.
-            count: How many simulators.
+            specs: What to build, one simulator each.
             machine: Makes the lanes.
             pool: Admits working lanes.
             num_lanes: How many lanes.
@@ -147,10 +145,10 @@ class ThreadHost:
             sample_every: One in so many steps is timed; none on a model, where clocks say nothing.
         """
         self.times = CallTimes(sample_every if machine.real else 0)
-        self._spec = spec
+        self._specs = specs
         self._machine = machine
-        self._lanes = [machine.lane("sim", f"{name}-{index}", pool) for index in range(min(num_lanes, count))]
-        self.slots = [ThreadSlot(self._lanes[i % len(self._lanes)], self.times) for i in range(count)]
+        self._lanes = [machine.lane("sim", f"{name}-{index}", pool) for index in range(min(num_lanes, len(specs)))]
+        self.slots = [ThreadSlot(self._lanes[i % len(self._lanes)], self.times) for i in range(len(specs))]
         self._closed = False
 
     @property
@@ -160,7 +158,7 @@ class ThreadHost:
 
     async def open(self) -> None:
         """See `SimHost`."""
-        futures = [slot.start_build(self._spec) for slot in self.slots]
+        futures = [slot.start_build(spec) for slot, spec in zip(self.slots, self._specs, strict=True)]
         try:
             await asyncio.gather(*futures)
         finally:
@@ -262,32 +260,32 @@ class ProcessHost:
     """One child process with some simulators. See the module, and `ebrl.sim.shm` for the protocol."""
 
     def __init__(
-        self, spec: EnvSpec, count: int, machine: Machine, pool: Lender | None, name: str, *, max_chunk: int = 64
+        self, specs: Sequence[EnvSpec], machine: Machine, pool: Lender | None, name: str, *, max_chunk: int = 64
     ) -> None:
         """Describe the host; `open` starts the process.
 
         Args:
-            spec: What to build; must be picklable.
-            count: How many simulators.
+            specs: What to build, one simulator each; picklable, and alike in what they observe and how they act.
             machine: A real one; gives a lane that starts the process and waits for its end.
             pool: Lends one unit while the child works.
             name: Unique name.
             max_chunk: Most actions in one step.
 
         Raises:
-            ConfigError: `machine` is a model, or `count` or `max_chunk` out of range.
+            ConfigError: `machine` is a model, or the number of simulators or `max_chunk` out of range.
         """
         if not machine.real:
-            raise ConfigError(f'{spec.id}: a virtual machine has no processes: pass host="thread"')
-        if not 1 <= count < CONTROL or max_chunk < 1:
-            raise ConfigError(f"count must be 1 to {CONTROL - 1} and max_chunk at least 1, got {count}, {max_chunk}")
+            raise ConfigError(f'{name}: a virtual machine has no processes: pass host="thread"')
+        if not 1 <= len(specs) < CONTROL or max_chunk < 1:
+            raise ConfigError(
+                f"{name}: simulators must be 1 to {CONTROL - 1} and max_chunk at least 1, got {len(specs)}, {max_chunk}"
+            )
         self.name = name
         self.max_chunk = max_chunk
         self.times = CallTimes()
-        actions = ActionReader(spec.action)
-        self.slots = [ProcessSlot(self, index, actions) for index in range(count)]
-        self._spec = spec
-        self._keys = spec.info_keys
+        actions = ActionReader(specs[0].action)
+        self.slots = [ProcessSlot(self, index, actions) for index in range(len(specs))]
+        self._specs = specs
         self._machine = machine
         self._pool = pool
         self._link: Link | None = None
@@ -306,13 +304,13 @@ class ProcessHost:
         """See `SimHost`.
 
         Raises:
-            ConfigError: The spec cannot be sent to a process.
+            ConfigError: A spec cannot be sent to a process.
             HostDied: The process ended while building.
         """
-        order = make_order(self._spec, len(self.slots), self.max_chunk)
+        order = make_order(self._specs, self.max_chunk)
         loop = asyncio.get_running_loop()
-        memory = anonymous_file(Rows(self._spec, len(self.slots), self.max_chunk).size)
-        self._rows = Rows(self._spec, len(self.slots), self.max_chunk, memory)
+        memory = anonymous_file(Rows(self._specs, self.max_chunk).size)
+        self._rows = Rows(self._specs, self.max_chunk, memory)
         self._mailbox = Mailbox(loop, self._pool, self._send, self.name)
         lane = self._machine.lane("io", f"{self.name}-io")
         link = self._link = Link(self.name, lane, memory, self._take, self._end)
@@ -421,7 +419,7 @@ class ProcessHost:
             self.times.resets.append(rows.call_s[index])
         row: Any = rows.obs[index]
         obs: Observation = {key: part.copy() for key, part in row.items()} if type(row) is dict else row.copy()
-        info = self._read_info(index) if self._keys else {}
+        info = self._read_info(index) if self._rows.num_infos else {}
         if code == RESET:
             return obs, info
         start = index * rows.reward_stride
@@ -432,7 +430,9 @@ class ProcessHost:
     def _read_info(self, index: int) -> dict[str, Any]:
         start, num = index * self._rows.num_infos, self._rows.num_infos
         values = self._rows.infos[start : start + num].tolist()
-        info = {key: value for key, value in zip(self._keys, values, strict=True) if value == value}  # not NaN
+        info = {
+            key: value for key, value in zip(self._rows.info_keys, values, strict=True) if value == value
+        }  # not NaN
         if "success" in info:
             info["success"] = info["success"] != 0
         return info

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ebrl.core.errors import IN_CHILD, UNGUARDED, ConfigError, HostDied, SimulatorError
@@ -196,29 +196,33 @@ class Link:
             self._sock.close()
 
 
-def make_order(spec: EnvSpec, count: int, max_chunk: int) -> child.Order:
-    """Pickle what the child has to build.
+def make_order(specs: Sequence[EnvSpec], max_chunk: int) -> child.Order:
+    """Pickle what the child has to build, one simulator per spec.
 
     Raises:
         ConfigError: It cannot be pickled, or is defined where a child cannot find it.
     """
     if IN_CHILD in os.environ:
         raise ConfigError(UNGUARDED)
-    try:
-        pickled = pickle.dumps(spec)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(unpicklable(f"{spec.id}: make={spec.make!r}", error)) from error
-    if b"__main__" not in pickled:
-        return child.Order(pickled, count, max_chunk)
+    main_spec = None
+    for spec in {id(spec): spec for spec in specs}.values():
+        try:
+            if b"__main__" in pickle.dumps(spec):
+                main_spec = spec
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(unpicklable(f"{spec.id}: make={spec.make!r}", error)) from error
+    pickled = pickle.dumps(tuple(specs))
+    if main_spec is None:
+        return child.Order(pickled, max_chunk)
     main = sys.modules["__main__"]
     name = main.__spec__.name if main.__spec__ is not None else None
     path = getattr(main, "__file__", None)
     if name is None and (path is None or not os.path.isfile(path)):
         raise ConfigError(
-            f"{spec.id}: make={spec.make!r} is defined in an interactive session, where a process cannot find it: "
-            'put it into a module, or pass host="thread"'
+            f"{main_spec.id}: make={main_spec.make!r} is defined in an interactive session, where a process cannot "
+            'find it: put it into a module, or pass host="thread"'
         )
-    return child.Order(pickled, count, max_chunk, name, path if name is None else None, tuple(sys.argv))
+    return child.Order(pickled, max_chunk, name, path if name is None else None, tuple(sys.argv))
 
 
 def unpicklable(what: str, error: BaseException) -> str:

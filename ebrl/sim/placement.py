@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ebrl.core.errors import ConfigError
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Machine
@@ -13,8 +15,7 @@ MAX_THREADS = 256
 
 
 def make_hosts(
-    spec: EnvSpec,
-    count: int,
+    specs: Sequence[EnvSpec],
     *,
     host: Host,
     lanes: int | None,
@@ -23,11 +24,10 @@ def make_hosts(
     name: str,
     sample_every: int = SAMPLE_EVERY,
 ) -> list[SimHost]:
-    """Make P hosts for `count` simulators; simulator i is number ``i // P`` of host ``i % P``.
+    """Make P hosts; simulator i is number ``i // P`` of host ``i % P``. Several specs share hosts.
 
     Args:
-        spec: What to build.
-        count: Simulators.
+        specs: What to build, one simulator each.
         host: Kind of host.
         lanes: Threads of the one thread host, or number of processes; None: one thread each up to 256, or one
             process per core.
@@ -40,9 +40,9 @@ def make_hosts(
         ConfigError: A process host on a machine that exists as numbers only.
     """
     if host == "thread":
-        num = min(count, lanes or MAX_THREADS)
-        return [ThreadHost(spec, count, machine, pool, num, name=name, sample_every=sample_every)]
+        num = min(len(specs), lanes or MAX_THREADS)
+        return [ThreadHost(specs, machine, pool, num, name=name, sample_every=sample_every)]
     if not machine.real:
         raise ConfigError("a virtual machine has no processes: use EnvGroup(host='thread') there")
-    num = min(count, lanes or machine.num_cores)
-    return [ProcessHost(spec, len(range(i, count, num)), machine, pool, f"{name}-process-{i}") for i in range(num)]
+    num = min(len(specs), lanes or machine.num_cores)
+    return [ProcessHost(specs[i::num], machine, pool, f"{name}-process-{i}") for i in range(num)]

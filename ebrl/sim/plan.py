@@ -15,15 +15,23 @@ MAX_SEED = 2**63
 
 
 class Plan:
-    """Endless keyed seeds for training, or a list of seeds that is run to its end.
+    """Endless keyed seeds for training, or a list of seeds that is run to its end, by every task.
 
     Until somebody asks for either, environments wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, task_of: Sequence[int], group_size: int = 1) -> None:
+        """Make a plan.
+
+        Args:
+            task_of: Number of the task of each environment.
+            group_size: Consecutive environments that train with the same seeds.
+        """
+        self._task_of = task_of
+        self._group_size = group_size
         self._train_seed: int | None = None
-        self._queue: deque[tuple[int, int]] = deque()
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._queues: list[deque[tuple[int, int]]] = [deque() for _ in set(task_of)]
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._results: dict[int, Episode] = {}
         self._positions = range(0)  # of the running evaluation; those of a cancelled one never come again
         self._done: asyncio.Future[None] | None = None
@@ -31,12 +39,11 @@ class Plan:
     @property
     def num_waiting(self) -> int:
         """Environments that have no episode to run."""
-        return sum(not future.done() for future in self._waiters)
+        return sum(not future.done() for _, future in self._waiters)
 
-    @property
-    def must_wait(self) -> bool:
+    def must_wait(self, env: int) -> bool:
         """Whether `next` waits until somebody asks for episodes."""
-        return self._train_seed is None and not self._queue
+        return self._train_seed is None and not self._queues[self._task_of[env]]
 
     def refuse_training(self, name: str) -> None:
         """Check that nobody has used the group `name` before.
@@ -52,10 +59,14 @@ class Plan:
     def train(self, seed: int) -> None:
         """Run for ever."""
         self._train_seed = seed
-        self._release(len(self._waiters))
+        self._release()
 
     async def run(self, seeds: Sequence[int]) -> list[Episode]:
-        """Run these, and wait for the last."""
+        """Run these, every task all of them, and wait for the last.
+
+        Returns:
+            By seed, then by task.
+        """
         if self._train_seed is not None:
             raise ConfigError("this EnvGroup is used for training: evaluate with a group of its own")
         if self._done is not None:
@@ -66,27 +77,32 @@ class Plan:
         if not seeds:
             return []
         self._results = {}
-        self._positions = range(self._positions.stop, self._positions.stop + len(seeds))
-        self._queue.extend(zip(self._positions, seeds, strict=True))
+        num_tasks = len(self._queues)
+        self._positions = range(self._positions.stop, self._positions.stop + len(seeds) * num_tasks)
+        for task, queue in enumerate(self._queues):
+            queue.extend(zip(self._positions[task::num_tasks], seeds, strict=True))
         self._done = asyncio.get_running_loop().create_future()
-        self._release(len(seeds))
+        self._release()
         try:
             await self._done
         finally:
             self._done = None
-            self._queue.clear()
+            for queue in self._queues:
+                queue.clear()
             self._positions = range(self._positions.stop, self._positions.stop)
-        return [replace(self._results[position], episode=i) for i, position in enumerate(sorted(self._results))]
+        return [
+            replace(self._results[position], episode=i // num_tasks) for i, position in enumerate(sorted(self._results))
+        ]
 
     async def next(self, env: int, episode: int) -> tuple[int, int]:
         """Return position and seed of the next episode of `env`."""
-        while self.must_wait:
+        while self.must_wait(env):
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(future)
+            self._waiters.append((env, future))
             await future
         if self._train_seed is not None:
-            return episode, episode_seed(self._train_seed, env, episode)
-        return self._queue.popleft()
+            return episode, episode_seed(self._train_seed, env // self._group_size, episode)
+        return self._queues[self._task_of[env]].popleft()
 
     def wants(self, position: int) -> bool:
         """Whether an episode that was given out is still to be run."""
@@ -102,9 +118,16 @@ class Plan:
                 self._done.set_result(None)
         return True
 
-    def _release(self, num: int) -> None:
-        while num and self._waiters:
-            future = self._waiters.popleft()
-            if not future.done():
+    def _release(self) -> None:
+        """Wake those who have something to run, and no more of them than there is."""
+        left = [len(queue) for queue in self._queues]
+        waiters, self._waiters = self._waiters, deque()
+        for env, future in waiters:
+            task = self._task_of[env]
+            if future.done():
+                continue
+            if self._train_seed is not None or left[task]:
+                left[task] -= 1
                 future.set_result(None)
-                num -= 1
+            else:
+                self._waiters.append((env, future))

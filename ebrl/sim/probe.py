@@ -73,8 +73,7 @@ async def probe_simulators(
     """
     found = SimulationProbe(count)
     hosts = make_hosts(
-        spec,
-        count,
+        [spec] * count,
         host=host or spec.host,
         lanes=count,
         machine=runtime.machine,

@@ -40,7 +40,7 @@ class Recorder:
             task: Of its environment.
             action_repeat: Simulator steps for which each action is applied.
             segment_length: Decisions after which a segment is cut.
-            emit: Takes finished segments.
+            emit: Takes finished segments; their decisions are parked still.
         """
         self.env = env
         self.task = task
@@ -121,5 +121,4 @@ class Recorder:
         if not decisions or self.admission is None:
             return
         self._open = []
-        self.admission.emit(len(decisions))
         self._emit(Segment(self.env, self.task, decisions, self._last_obs, reason))

@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -76,19 +76,21 @@ class Rows:
         infos: ``[k * num_infos]``, NaN where there is none.
         actions: k arrays ``[max_chunk, *action.shape]``.
         obs: k arrays, or dictionaries of arrays.
+        info_keys: Entries of ``info`` that any of the simulators passes on.
     """
 
-    def __init__(self, spec: EnvSpec, count: int, max_chunk: int, fd: int | None = None) -> None:
+    def __init__(self, specs: Sequence[EnvSpec], max_chunk: int, fd: int | None = None) -> None:
         """Map the memory.
 
         Args:
-            spec: Of the simulators.
-            count: k, how many.
+            specs: Of the k simulators, alike in what they observe and how they act.
             max_chunk: Most actions in one step.
             fd: Of an anonymous file; None only computes `size`.
         """
-        self.reward_stride = max_chunk * spec.action_repeat
-        self.num_infos = len(spec.info_keys)
+        spec, count = specs[0], len(specs)
+        self.reward_stride = max_chunk * max(each.action_repeat for each in specs)
+        self.info_keys = tuple(dict.fromkeys(key for each in specs for key in each.info_keys))
+        self.num_infos = len(self.info_keys)
         observed = spec.observation
         parts: Mapping[str, ArraySpec] = {"": observed} if isinstance(observed, ArraySpec) else observed
         forms: list[tuple[tuple[int, ...], Any]] = [

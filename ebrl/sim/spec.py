@@ -62,11 +62,47 @@ def env_spec(
         ConfigError: Options out of range, or a package is missing.
         InvalidData: The environment contradicts its own spaces.
     """
-    check_options(horizon, action_repeat, host)
-    if memory_mib < 0:
-        raise ConfigError(f"memory_mib must be at least 0, got {memory_mib}")
+    check_options(horizon, action_repeat, host, memory_mib)
     spec = _describe(env, horizon, action_repeat, task, host, kwargs)
     return replace(spec, memory_mib=memory_mib)
+
+
+def env_specs(
+    env: str | Factory,
+    /,
+    *,
+    horizon: int | None = None,
+    action_repeat: int = 1,
+    host: Host | None = None,
+    memory_mib: int = 0,
+    **kwargs: Any,
+) -> tuple[EnvSpec, ...]:
+    """Describe all tasks of a benchmark, for `EnvGroup`; of anything else, the one environment that it is.
+
+    Example:
+        >>> [spec.id for spec in env_specs("CartPole-v1")]
+        ['CartPole-v1']
+
+    Args:
+        env: ``"Meta-World/MT10"`` or ``"Meta-World/MT50"``, whose policy is told the task by a one-hot vector at the
+            end of its observation (49 numbers, or 89); or what `env_spec` takes.
+        horizon: As for `env_spec`.
+        action_repeat: As for `env_spec`.
+        host: As for `env_spec`.
+        memory_mib: As for `env_spec`, of each simulator.
+        **kwargs: For the environments.
+
+    Raises:
+        EbrlError: As `env_spec`.
+    """
+    if not isinstance(env, str) or not env.startswith(METAWORLD) or env == f"{METAWORLD}MT1":
+        options: dict[str, Any] = {"horizon": horizon, "action_repeat": action_repeat, "host": host}
+        return (env_spec(env, memory_mib=memory_mib, **options, **kwargs),)
+    check_options(horizon, action_repeat, host, memory_mib)
+    specs: tuple[EnvSpec, ...] = _metaworld(
+        env, kwargs, lambda module: module.benchmark_specs(env, horizon, action_repeat, host, kwargs)
+    )
+    return tuple(replace(spec, memory_mib=memory_mib) for spec in specs)
 
 
 def _describe(
@@ -74,7 +110,10 @@ def _describe(
 ) -> EnvSpec:
     if isinstance(env, str):
         if env.startswith(METAWORLD):
-            return _metaworld(env, horizon, action_repeat, task, host, kwargs)
+            spec: EnvSpec = _metaworld(
+                env, kwargs, lambda module: module.metaworld_spec(env, horizon, action_repeat, task, host, kwargs)
+            )
+            return spec
         make: Callable[[], Any] = functools.partial(make_by_id, env, kwargs)
         name = env
     elif callable(env):
@@ -223,7 +262,7 @@ def unknown_env(name: str, known: Mapping[str, str], hint: str = "", cause: Base
     raise UnknownEnv(f"no environment {name!r}; nearest: {', '.join(near)}{hint}") from cause
 
 
-def check_options(horizon: Any, action_repeat: Any, host: Any) -> None:
+def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int) -> None:
     """Check what does not depend on the environment.
 
     Raises:
@@ -236,20 +275,19 @@ def check_options(horizon: Any, action_repeat: Any, host: Any) -> None:
             raise ConfigError(f"{option} must be an integer of at least 1, got {value!r}")
     if host not in {None, "thread", "process"}:
         raise ConfigError(f'host must be "thread", "process" or None, got {host!r}')
+    if memory_mib < 0:
+        raise ConfigError(f"memory_mib must be at least 0, got {memory_mib}")
 
 
-def _metaworld(
-    name: str, horizon: int | None, action_repeat: int, task: str, host: Host | None, kwargs: dict[str, Any]
-) -> EnvSpec:
+def _metaworld(name: str, kwargs: dict[str, Any], describe: Callable[[Any], Any]) -> Any:
     try:
         module = importlib.import_module("ebrl.sim.envs.metaworld")
     except ModuleNotFoundError as error:
         raise ConfigError(f"{name} needs {error.name}: pip install 'ebrl[metaworld]'") from error
     try:
-        spec: EnvSpec = module.metaworld_spec(name, horizon, action_repeat, task, host, kwargs)
+        return describe(module)
     except TypeError as error:
         raise ConfigError(f"{name} does not take {kwargs}: {str(error).splitlines()[0]}") from error
-    return spec
 
 
 def _metaworld_names() -> dict[str, str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ebrl.core.records import Decision, Segment, TrainBatch
@@ -26,7 +26,7 @@ class Dropped:
     """Decisions of one environment that will not be trained."""
 
     env: int
-    reason: Literal["masked", "intervention", "lost"]
+    reason: Literal["masked", "intervention", "lost", "filtered"]
     num: int
 
 
@@ -139,10 +139,7 @@ class Assembler:
 def cut_after(segment: Segment, num: int) -> tuple[Segment, Segment]:
     """Split into the first `num` decisions, which bootstrap from the observation that follows, and the rest."""
     head, tail = segment.decisions[:num], segment.decisions[num:]
-    return (
-        Segment(segment.env, segment.task, head, tail[0].obs, "split", segment.advantage),
-        Segment(segment.env, segment.task, tail, segment.last_obs, segment.reason, segment.advantage),
-    )
+    return replace(segment, decisions=head, last_obs=tail[0].obs, reason="split"), replace(segment, decisions=tail)
 
 
 def split_at(segment: Segment, unwanted: Callable[[Decision], bool]) -> list[Segment]:
@@ -156,10 +153,10 @@ def split_at(segment: Segment, unwanted: Callable[[Decision], bool]) -> list[Seg
         if not flag:
             run.append(decision)
         elif run:
-            pieces.append(Segment(segment.env, segment.task, run, decision.obs, "split", segment.advantage))
+            pieces.append(replace(segment, decisions=run, last_obs=decision.obs, reason="split"))
             run = []
     if run:
-        pieces.append(Segment(segment.env, segment.task, run, segment.last_obs, segment.reason, segment.advantage))
+        pieces.append(replace(segment, decisions=run))
     return pieces
 
 

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ebrl.core.records import Episode
+from ebrl.core.records import Episode, by_task, mean_return, success_rate
 
 
 class EpisodeRunner(Protocol):
-    """Runs one episode per seed; `ebrl.EnvGroup` is one."""
+    """Runs one episode per seed and task; `ebrl.EnvGroup` is one."""
 
     async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
-        """Return the episodes in the order of the seeds."""
+        """Return the episodes in the order of the seeds, and for each seed in the order of tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class EvalReport:
     """What came of an evaluation.
 
     Attributes:
-        episodes: In the order of the seeds.
+        episodes: In the order of the seeds; of several tasks, all episodes of the first seed come first.
     """
 
     episodes: tuple[Episode, ...]
@@ -34,19 +34,28 @@ class EvalReport:
     @property
     def mean_return(self) -> float:
         """Undiscounted, per episode."""
-        return sum(episode.total_reward for episode in self.episodes) / len(self.episodes)
+        return mean_return(self.episodes)
 
     @property
     def success_rate(self) -> float:
         """Share of episodes in which success was reported at any step; NaN if it never is."""
-        known = [episode.success for episode in self.episodes if episode.success is not None]
-        return sum(known) / len(known) if known else math.nan
+        return success_rate(self.episodes)
 
     @property
     def success_interval(self) -> tuple[float, float]:
         """95 % Wilson interval of `success_rate`."""
         known = sum(episode.success is not None for episode in self.episodes)
         return wilson(self.success_rate, known) if known else (math.nan, math.nan)
+
+    @property
+    def task_returns(self) -> dict[str, float]:
+        """`mean_return` of every task."""
+        return {task: mean_return(part) for task, part in by_task(self.episodes).items()}
+
+    @property
+    def task_success_rates(self) -> dict[str, float]:
+        """`success_rate` of every task."""
+        return {task: success_rate(part) for task, part in by_task(self.episodes).items()}
 
     def describe(self) -> str:
         """Return one line."""
@@ -58,11 +67,12 @@ class EvalReport:
 
 
 async def evaluate(envs: EpisodeRunner, seeds: Iterable[int]) -> EvalReport:
-    """Run one episode per seed and report on all of them.
+    """Run one episode per seed, and task if there are several, and report on all of them.
 
     Args:
         envs: A started `EnvGroup` that is not used for training, usually with a ``Generator(deterministic=True)``.
-        seeds: One per episode; the same list gives the same starts.
+        seeds: One per episode; the same list gives the same starts. Every task runs all of them, so that who is fast
+            has no influence on what is counted.
     """
     return EvalReport(tuple(await envs.run_episodes(seeds)))
 
@@ -78,4 +88,4 @@ def wilson(rate: float, num: int, z: float = 1.96) -> tuple[float, float]:
     centre = rate + z * z / (2 * num)
     spread = z * math.sqrt(rate * (1 - rate) / num + z * z / (4 * num * num))
     scale = 1 + z * z / num
-    return (centre - spread) / scale, (centre + spread) / scale
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

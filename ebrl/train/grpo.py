@@ -2,8 +2,8 @@
 
 Choices, and where they come from:
 
-- Every decision of an episode has the episode's advantage (`ebrl.train.advantages.group_advantages`), which whoever
-  completes groups puts on its segments (Shao et al. 2024, arXiv:2402.03300).
+- Every decision of an episode has the episode's advantage (`ebrl.train.advantages.group_advantages`; Shao et al. 2024,
+  arXiv:2402.03300). It comes with the segments: `groups` asks for complete groups, of ``EnvGroup(group_size=G)``.
 - The loss is that of `PPO`: decoupled for data of older versions. The clip is wider upward (0.2 and 0.28), and nothing
   holds the policy to a reference, as in SimpleVLA-RL.
 - One pass over each batch, as there.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ebrl.core.errors import ConfigError
-from ebrl.core.records import TrainBatch
+from ebrl.core.records import GroupRule, TrainBatch
 from ebrl.train.learner import Rollout, TorchLearner
 from ebrl.train.options import LearnerConfig
 from ebrl.train.surrogate import PolicyLoss
@@ -27,10 +27,17 @@ from ebrl.train.surrogate import PolicyLoss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GRPOConfig(LearnerConfig):
-    """Options of `GRPO`: those that all recipes have (`ebrl.train.options.LearnerConfig`), with defaults of its own."""
+    """Options of `GRPO`, beside those that all recipes have (`ebrl.train.options.LearnerConfig`).
+
+    Attributes:
+        success_bounds: See `GroupRule`; SimpleVLA-RL has (0.1, 0.9). None: all groups are trained.
+        success_return: See `GroupRule`.
+    """
 
     epochs: int = 1
     clip_range_high: float | None = 0.28
+    success_bounds: tuple[float, float] | None = None
+    success_return: float | None = None
 
 
 class GRPO(TorchLearner):
@@ -39,11 +46,15 @@ class GRPO(TorchLearner):
     Args:
         policy: A `Policy`; trained in place. Nothing reads its values.
         config: Options.
+
+    Attributes:
+        groups: Asks the trainer for segments of complete groups.
     """
 
     def __init__(self, policy: Any, config: GRPOConfig) -> None:
         super().__init__(policy, config)
         self.config = config
+        self.groups = GroupRule(success_bounds=config.success_bounds, success_return=config.success_return)
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
         """One update. Called on the training lane.

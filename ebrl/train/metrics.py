@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from ebrl.core.records import UpdateReport
+from ebrl.train.evaluate import EvalReport
 
 
 def flatten(report: UpdateReport) -> dict[str, float]:
@@ -28,9 +29,19 @@ def flatten(report: UpdateReport) -> dict[str, float]:
         "time/update_s": report.update_s,
         "lag/mean": report.lag_mean,
         "lag/max": report.lag_max,
+        **task_scalars("rollout", report),
         **{f"train/{name}": value for name, value in report.metrics.items()},
         **{f"dropped/{reason}": num for reason, num in report.dropped.items()},
     }
+
+
+def task_scalars(prefix: str, report: UpdateReport | EvalReport) -> dict[str, float]:
+    """Return what there is to say of each task, where there are several."""
+    returns = report.task_returns
+    if len(returns) < 2:
+        return {}
+    scalars = {f"{prefix}/return/{task}": value for task, value in returns.items()}
+    return scalars | {f"{prefix}/success_rate/{task}": value for task, value in report.task_success_rates.items()}
 
 
 class MetricsWriter:

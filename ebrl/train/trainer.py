@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Self
+from typing import Self, get_args
 
 import numpy as np
 import torch
@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.profile import StageProfile
-from ebrl.core.protocols import Actor, Experience, Lane, Learner
+from ebrl.core.protocols import Actor, Experience, GroupLearner, Lane, Learner
 from ebrl.core.readings import TrainReading
 from ebrl.core.records import TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
 from ebrl.train.assemble import Assembler, Dropped
+from ebrl.train.groups import Groups
 from ebrl.train.journal import Journal
+from ebrl.train.sampling import Sampling, share_metrics, weighted
 
 
 class Trainer:
@@ -43,6 +45,7 @@ class Trainer:
         *,
         updates: int,
         max_lag: int = 1,
+        sampling: Sampling | None = None,
         threads: int = 1,
         name: str = "trainer",
     ) -> None:
@@ -50,14 +53,18 @@ class Trainer:
 
         Args:
             envs: A started `EnvGroup`; its actor receives the weights.
-            learner: Does the updates.
+            learner: Does the updates. One with an attribute `groups` (`ebrl.core.protocols.GroupLearner`) is given
+                episodes of complete groups only.
             updates: How many.
             max_lag: Versions that a trained decision may be behind; 0 waits for the data of each version.
+            sampling: What is done about environments of different speed. ``"arrival"``: nothing. ``"quota"``: each may
+                start B / N decisions per version. ``"weighted"``: decisions count so that tasks do equally
+                (`ebrl.train.sampling`). None: ``"weighted"`` where there are several tasks, else ``"arrival"``.
             threads: Of torch, within an update.
             name: Of the service.
 
         Raises:
-            ConfigError: A number out of range.
+            ConfigError: A number out of range, or another word for `sampling`.
         """
         if updates < 1:
             raise ConfigError(f"updates must be at least 1, got {updates}")
@@ -65,11 +72,16 @@ class Trainer:
             raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
         if threads < 1:
             raise ConfigError(f"Trainer.threads must be at least 1, got {threads}")
+        if sampling not in {None, *get_args(Sampling)}:
+            raise ConfigError(f"sampling must be one of {get_args(Sampling)} or None, got {sampling!r}")
         self.name = name
         self.updates = updates
         self.max_lag = max_lag
         self._envs = envs
         self._learner = learner
+        self._tasks = tuple(dict.fromkeys(envs.tasks))
+        self._sampling = sampling or ("weighted" if len(self._tasks) > 1 else "arrival")
+        self._groups = Groups(envs.group_size, learner.groups) if isinstance(learner, GroupLearner) else None
         self._threads = threads
         self._assembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
@@ -91,11 +103,14 @@ class Trainer:
         self._lane = runtime.machine.lane("train", f"{self.name}-0", runtime.claim("train"), self._threads)
         if runtime.machine.real:
             self._lane.run(torch.set_num_threads, self._threads, n=0)
+        quota, groups = self._sampling == "quota", self._groups is not None
         if runtime.events is not None:
+            if groups or len(self._tasks) > 1:
+                raise ConfigError("a recorded run has one task and no groups: leave out Runtime(record=...)")
             self._journal = Journal(
                 runtime.events, self._learner, seed=runtime.seed, name=self.name, max_lag=self.max_lag
             )
-        self._envs.open_training(self._learner.batch_size, self.max_lag)
+        self._envs.open_training(self._learner.batch_size, self.max_lag, quota=quota, groups=groups)
         self._profile = StageProfile("train", self.name)
         runtime.profiles.add(self._profile)
         self._read()
@@ -180,7 +195,10 @@ class Trainer:
         return self._report(lags, metrics, update_s - hungry_s, done_s - update_s, done_s)
 
     def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
-        return (self._journal or self._learner).update(batch), batch.lags
+        if self._sampling == "weighted":
+            batch = weighted(batch, len(self._tasks))
+        metrics = (self._journal or self._learner).update(batch)
+        return {**metrics, **share_metrics(batch, self._tasks)}, batch.lags
 
     async def _next_batch(self) -> TrainBatch:
         envs, assembler = self._envs, self._assembler
@@ -189,6 +207,8 @@ class Trainer:
             version = envs.actor.weights.version
             dropped: list[Dropped] = []
             segments = envs.take_segments(stale=version - self.max_lag)
+            if self._groups is not None:
+                segments, dropped = self._groups.admit(segments)
             for segment in segments:
                 dropped += assembler.add(segment)
             batch, too_old = assembler.take(version)
@@ -220,4 +240,5 @@ class Trainer:
             metrics=metrics,
             episodes=tuple(self._envs.take_episodes()),
             dropped=dict(self._envs.admission.ledger().dropped),
+            tasks=self._tasks,
         )
