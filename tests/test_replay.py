@@ -41,6 +41,10 @@ from tests.helpers import leaves, make_decision, make_segment, scripted_spec
 
 LENGTHS = scripted_spec(length=lambda rng: 2 + int(rng.integers(12)))
 torch.set_num_threads(1)
+pytestmark = [
+    pytest.mark.blocks("a replay builds simulators, and reads its log, where it runs: nobody waits for its loop"),
+    pytest.mark.hogs("a replay learns in the thread of its loop"),
+]
 
 
 class Watched(PPO):
@@ -132,8 +136,6 @@ def recorded(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.blocks("env_spec builds an instance, and a replay reads its log")
-@pytest.mark.hogs("a replay runs everything in the loop's thread")
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_a_run_in_real_time_is_repeated(host: str, tmp_path: Path) -> None:
     spec = env_spec("CartPole-v1")
@@ -160,8 +162,6 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.blocks("a replay reads its log")
-@pytest.mark.hogs("a replay runs everything in the loop's thread")
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(options=st.fixed_dictionaries(OPTIONS), latency_seed=st.integers(0, 10**6))
 @example(options={"count": 10, "max_lag": 1}, latency_seed=0)
@@ -236,8 +236,6 @@ def test_rows_of_batches_that_are_larger_than_the_padding_have_the_bits_that_the
 
 
 @pytest.mark.slow
-@pytest.mark.blocks("a replay reads its log")
-@pytest.mark.hogs("a replay runs everything in the loop's thread")
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(part=st.floats(0, 1))
 def test_a_log_that_is_torn_is_repeated_up_to_its_last_complete_update(recorded: Path, part: float) -> None:
@@ -411,8 +409,6 @@ def test_other_software_is_named(recorded: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.blocks("the command line builds, reads and writes before and after its loop")
-@pytest.mark.hogs("a replay runs everything in the loop's thread")
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*args: str) -> tuple[int, str]:
         status = main(args)
