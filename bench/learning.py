@@ -11,6 +11,7 @@ import copy
 import hashlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.barrier import PlainLoop
+from bench.barrier import World, collect
 from bench.hardware import Conditions, Unit
 from bench.workload import Workload
 from ebrl import (
@@ -42,9 +43,13 @@ from ebrl import (
 from ebrl.core.machine import LocalMachine
 from ebrl.core.protocols import Machine, PolicyOut
 from ebrl.core.records import Array, EnvSpec, TrainBatch
+from ebrl.core.rng import NoiseStream, name_key
 from ebrl.core.trace import Trace
 from ebrl.core.virtual_machine import spend
+from ebrl.gen.generator import PAD_TO
 from ebrl.gen.policies import default_policy
+from ebrl.sim.simulator import Simulator
+from ebrl.train.sampling import Sampling
 
 TASK = "InvertedPendulum-v5"
 TARGET = 950.0  # of 1000: what others publish for it is 950 to 1000
@@ -61,15 +66,20 @@ class Schedule:
     Attributes:
         max_lag: Versions that a decision may be behind.
         lockstep: All environments step together, as a vector environment does.
+        sampling: Whether each environment has its share of a batch (``quota``), or whoever is ready fills it.
     """
 
     name: str
     max_lag: int
     lockstep: bool = False
+    sampling: Sampling = "arrival"
 
 
-LOCKSTEP, SYNC, ASYNC = Schedule("lockstep", 0, lockstep=True), Schedule("sync", 0), Schedule("async-1", 1)
-SCHEDULES = (LOCKSTEP, SYNC, ASYNC, Schedule("async-2", 2), Schedule("async-4", 4))
+LOCKSTEP = Schedule("lockstep", 0, lockstep=True)
+SYNC = Schedule("sync", 0, sampling="quota")
+POOLED = Schedule("sync-pooled", 0)
+ASYNC = Schedule("async-1", 1)
+SCHEDULES = (LOCKSTEP, SYNC, POOLED, ASYNC, Schedule("async-2", 2), Schedule("async-4", 4))
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ class Job:
         updates: Of `BATCH` decisions.
         every: Updates from one evaluation to the next.
         real: In real time, by sleeping.
-        deterministic: The batch has equal shares of all environments, as in lock-step, whoever is first.
+        deterministic: Forward passes are padded to one size, so that nothing depends on who shares a batch.
     """
 
     workload: Workload
@@ -104,6 +114,7 @@ class Curve:
         masked: Share of the ended decisions that were too old to be trained.
         digest: Hash of the returns and of the last weights.
         cpu_part: CPU seconds per second, of the process.
+        late_s: By how much work took longer than it was to, in real time: median and 99th percentile.
     """
 
     job: Job
@@ -116,20 +127,30 @@ class Curve:
     masked: float = 0.0
     digest: str = ""
     cpu_part: float = 0.0
+    late_s: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How work takes its time: all of it is modelled, or what real work leaves of it is slept."""
+    """How work takes its time: all of it is modelled, or what real work leaves of it is slept.
+
+    Attributes:
+        late_s: How much longer each took than it was to, in real time.
+    """
 
     real: bool = False
+    late_s: list[float] = field(default_factory=list)
 
     @contextmanager
     def taking(self, seconds: float) -> Iterator[None]:
         """Let the block take so long."""
         began_s = time.perf_counter()
         yield
-        spend(max(0.0, seconds - (time.perf_counter() - began_s)) if self.real else seconds)
+        if not self.real:
+            spend(seconds)
+            return
+        spend(max(0.0, seconds - (time.perf_counter() - began_s)))
+        self.late_s.append(time.perf_counter() - began_s - seconds)
 
 
 class TimedEnv(gymnasium.Wrapper[Array, Any, Array, Any]):
@@ -223,13 +244,12 @@ def make_policy(seed: int) -> TorchPolicy:
     return default_policy(env_spec(TASK), normalize=False, seed=seed)
 
 
-def timed_spec(job: Job) -> EnvSpec:
+def timed_spec(job: Job, pace: Pace) -> EnvSpec:
     """Return the task with the latencies of a job; the i-th environment that is built has those of index i."""
     plain, indices = env_spec(TASK), itertools.count()
 
     def make() -> gymnasium.Env[Array, Any]:
-        pace, vectorised = Pace(job.real), job.schedule.lockstep
-        return TimedEnv(plain.make(), job.workload, next(indices), job.seed, pace, vectorised)
+        return TimedEnv(plain.make(), job.workload, next(indices), job.seed, pace, job.schedule.lockstep)
 
     return replace(plain, make=make)
 
@@ -250,9 +270,10 @@ async def train(
     async with Runtime(machine, seed=job.seed, deterministic=job.deterministic, trace=trace) as rt:
         gen = rt.start(Generator(TimedPolicy(policy, workload, pace), batcher=batcher(job), lanes=1))
         count = workload.num_units
-        envs = rt.start(EnvGroup(timed_spec(job), actor=gen, count=count, host="thread", lanes=count))
+        envs = rt.start(EnvGroup(timed_spec(job, pace), actor=gen, count=count, host="thread", lanes=count))
         learner = TimedPPO(policy, settings(job), workload, pace)
-        async for report in rt.start(Trainer(envs, learner, updates=job.updates, max_lag=schedule.max_lag)):
+        trainer = Trainer(envs, learner, updates=job.updates, max_lag=schedule.max_lag, sampling=schedule.sampling)
+        async for report in rt.start(trainer):
             lags[report.update - 1] = report.lag_mean
             curve.lag_max = max(curve.lag_max, report.lag_max)
             curve.total_s = report.elapsed_s
@@ -262,6 +283,9 @@ async def train(
                 kept.append(copy.deepcopy(policy.state_dict()))
     masked = report.dropped.get("masked", 0)
     curve.lag_mean, curve.masked = float(lags.mean()), masked / (masked + BATCH * job.updates)
+    if job.real:
+        median_s, worst_s = np.percentile(pace.late_s, [50, 99])
+        curve.late_s = float(median_s), float(worst_s)
     curve.cpu_part = (time.process_time() - began_s[0]) / (time.perf_counter() - began_s[1])
     return curve, kept
 
@@ -295,13 +319,22 @@ def learn(job: Job) -> Curve:
 def learn_plainly(job: Job) -> Curve:
     """Run the synchronous algorithm as a plain loop, without any latency; see `bench.barrier`."""
     torch.set_num_threads(1)
+    spec, num_envs = env_spec(TASK), job.workload.num_units
     policy, kept = make_policy(job.seed), list[Weights]()
-    loop = PlainLoop(env_spec(TASK), policy, PPO(policy, settings(job)), job.workload.num_units, job.seed)
-    for update in range(1, job.updates + 1):
-        loop.update()
-        if update % job.every == 0:
+    learner, acting = PPO(policy, settings(job)), copy.deepcopy(policy)
+    worlds = [
+        World(index, job.seed, Simulator(spec), NoiseStream(job.seed, name_key("envs"), index, 0), deque(maxlen=1))
+        for index in range(num_envs)
+    ]
+    for world in worlds:
+        world.reset()
+    for version in range(job.updates):
+        acting.load_state_dict(policy.state_dict())
+        learner.update(TrainBatch(collect(acting, worlds, version, BATCH // num_envs, PAD_TO), version))
+        if (version + 1) % job.every == 0:
             kept.append(copy.deepcopy(policy.state_dict()))
-    loop.close()
+    for world in worlds:
+        world.simulator.close()
     returns = run_virtual(judge(policy, kept))
     return Curve(job, returns=returns, digest=digest(returns, kept[-1]))
 

@@ -16,13 +16,17 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebrl.core.admission import Admission
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import Array, GroupRule, Segment, TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
+from ebrl.core.scope import Scope
+from ebrl.core.testing import settle
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.generator import Generator
 from ebrl.gen.policies import GaussianPolicy, TorchPolicy
+from ebrl.sim.cohorts import Cohorts
 from ebrl.sim.context import EnvContext
 from ebrl.sim.group import EnvGroup
 from ebrl.train.advantages import group_advantages
@@ -280,10 +284,12 @@ async def test_one_group_that_stands_still_holds_up_no_other() -> None:
 
 
 async def careless(env: EnvContext) -> None:
-    """One member loses its second episode."""
+    """One member loses its second episode, after two decisions."""
     obs, _ = await env.reset()
+    num = 0
     while not env.done:
-        if env.index == 2 and env.episode == 1:
+        num += 1
+        if (env.index, env.episode, num) == (2, 1, 3):
             try:
                 async with asyncio.timeout(0.5):
                     await env.act_step(obs)
@@ -301,7 +307,7 @@ async def test_a_group_with_a_lost_member_is_dropped_as_incomplete() -> None:
     trained = {(d.env // 2, d.episode) for d in stage.learner.decisions}
     assert (1, 1) not in trained
     assert {(0, 0), (0, 1), (1, 0), (1, 2)} <= trained
-    assert reports[-1].dropped == {"lost": 1, "incomplete": 5}
+    assert reports[-1].dropped == {"lost": 1, "incomplete": 2 + 5}
 
 
 @virtually
@@ -337,12 +343,12 @@ class Side(gymnasium.Env[Array, Array]):
 class Reinforce:
     """One step of policy gradient with the advantages of groups."""
 
-    batch_size = 240
-    groups = GroupRule()
+    batch_size = 120
+    groups = GroupRule(success_bounds=(0.0, 1.0))  # all, and their success must be known
 
     def __init__(self, policy: TorchPolicy) -> None:
         self.policy = policy
-        self._adam = torch.optim.Adam(policy.parameters(), lr=0.02)
+        self._adam = torch.optim.Adam(policy.parameters(), lr=0.04)
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
         decisions = batch.decisions
@@ -358,13 +364,15 @@ class Reinforce:
 
 @pytest.mark.hogs("the policy is built on the loop, and what torch imports at its first step with it")
 def test_a_policy_learns_from_groups() -> None:
+    spec = scripted_spec(make=Side, obs_dim=1, action_dim=1)
+    policy = GaussianPolicy.for_spec(spec, hidden=(16,), normalize=False)
+    learner = Reinforce(policy)
+
     async def main() -> list[float]:
-        spec = scripted_spec(make=Side, obs_dim=1, action_dim=1)
-        policy = GaussianPolicy.for_spec(spec, hidden=(16,), normalize=False)
         async with Runtime(VirtualMachine({"sim": exponential, "train": one_second}), tune=False) as rt:
             gen = rt.start(Generator(policy))
-            envs = rt.start(EnvGroup(spec, actor=gen, count=32, group_size=8))
-            trainer = rt.start(Trainer(envs, Reinforce(policy), updates=12))
+            envs = rt.start(EnvGroup(spec, actor=gen, count=16, group_size=8))
+            trainer = rt.start(Trainer(envs, learner, updates=10))
             return [report.success_rate async for report in trainer]
 
     rates = run_virtual(main())
@@ -375,12 +383,15 @@ def test_a_policy_learns_from_groups() -> None:
 # Deterministic mode.
 
 
-def test_in_deterministic_mode_groups_depend_on_the_seed_alone() -> None:
+@pytest.mark.parametrize("batch_size", [40, 150])
+def test_in_deterministic_mode_groups_depend_on_the_seed_alone(batch_size: int) -> None:
+    """A batch is less than an episode of all, or several."""
+
     async def main(latency_seed: int, seed: int = 0) -> list[tuple[Any, ...]]:
         laws = {"sim": with_stragglers, "gen": lambda n, rng: 0.01 * float(rng.random()), "train": exponential}
         machine = VirtualMachine(laws, num_cores=5, seed=latency_seed)
         rule = GroupRule(success_bounds=(0.1, 0.9), success_return=-1.3)
-        options: dict[str, Any] = {"count": 8, "group_size": 2, "batch_size": 50, "updates": 6, "max_lag": 0}
+        options: dict[str, Any] = {"count": 8, "group_size": 2, "batch_size": batch_size, "updates": 4, "max_lag": 0}
         async with training(SPEC, machine, rule=rule, seed=seed, deterministic=True, **options) as stage:
             reports = await exhaust(stage)
         assert_complete(stage.learner.batches, 2, reports)
@@ -394,6 +405,27 @@ def test_in_deterministic_mode_groups_depend_on_the_seed_alone() -> None:
     one, other = run_virtual(main(1)), run_virtual(main(2))
     assert one == other
     assert one != run_virtual(main(1, seed=1))
+
+
+@virtually
+async def test_in_waves_nobody_begins_before_the_last_has_ended_and_nothing_is_handed_over() -> None:
+    admission, handed = Admission(4), list[Segment]()
+    cohorts = Cohorts(admission, handed.append, num_envs=4, size=2, batch_size=100, max_lag=0, in_waves=True)
+    admission.open(100, 0, whole=True)
+    async with Scope() as scope:
+        for env in range(4):
+            await cohorts.begin(env, 0)
+        for env in (0, 1, 2):
+            cohorts.add(make_segment(1, env=env, end="truncated"))
+            cohorts.end(env, 0, None, lost=False)
+        waiter = scope.start(cohorts.begin(0, 1), "waiter")
+        await settle()
+        assert (waiter.done(), cohorts.num_waiting, handed) == (False, 1, [])
+        cohorts.add(make_segment(1, env=3, end="truncated"))
+        cohorts.end(3, 0, None, lost=False)
+        await waiter
+    assert sorted(segment.env for segment in handed) == [0, 1, 2, 3]
+    assert not cohorts.must_wait(2, 1), "all begin at once"
 
 
 def test_the_noise_of_members_differs_and_groups_that_are_added_change_nothing() -> None:

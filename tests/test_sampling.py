@@ -46,6 +46,10 @@ def test_the_vectors_of_ver(counts: tuple[int, ...], bounds: tuple[float, float]
     assert tuple(found.values()) == pytest.approx(expected, abs=5e-4)
 
 
+def test_tasks_without_a_decision_have_their_share_too() -> None:
+    assert task_weights({"a": 16, "b": 4}, 10) == pytest.approx({"a": 0.25 / 0.3, "b": 0.5 / 0.3})
+
+
 @given(counts=st.lists(st.integers(1, 1000), min_size=1, max_size=8), absent=st.integers(0, 3))
 def test_weights_have_mean_one_and_stay_within_their_bounds_of_each_other(counts: list[int], absent: int) -> None:
     weights = task_weights({str(i): num for i, num in enumerate(counts)}, len(counts) + absent)
@@ -74,7 +78,7 @@ def test_weights_are_in_the_order_of_decisions() -> None:
 
 
 async def run_for(sampling: Sampling | None, **options: Any) -> tuple[list[TrainBatch], list[UpdateReport]]:
-    async with training(TASKS, slow_machine(), updates=20, sampling=sampling, **options) as stage:
+    async with training(TASKS, slow_machine(), updates=14, sampling=sampling, **options) as stage:
         reports = [report async for report in stage.trainer]
         assert stage.envs.admission.ledger().balanced
     return stage.learner.batches, reports
@@ -99,11 +103,11 @@ def weighted_share_of_slow(batches: list[TrainBatch]) -> float:
 def test_what_arrives_is_of_the_fast_and_weights_make_up_for_it() -> None:
     options: dict[str, Any] = {"count": 4, "batch_size": 40}
     batches, reports = run_virtual(run_for("arrival", **options))
-    assert share_of_slow(batches) == pytest.approx(0.2, abs=0.02)
+    assert share_of_slow(batches) == pytest.approx(0.2, abs=0.03)
     assert all(batch.weights is None for batch in batches)
     assert "task_weight_ess" not in reports[0].metrics
     batches, reports = run_virtual(run_for(None, **options))
-    assert share_of_slow(batches) == pytest.approx(0.2, abs=0.02)
+    assert share_of_slow(batches) == pytest.approx(0.2, abs=0.03)
     assert weighted_share_of_slow(batches) == pytest.approx(0.5, abs=0.01)
     last = reports[-1].metrics
     assert last["share/fast"] + last["share/slow"] == 1.0
@@ -113,8 +117,8 @@ def test_what_arrives_is_of_the_fast_and_weights_make_up_for_it() -> None:
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_a_quota_gives_tasks_equal_shares_and_costs_the_fast_their_speed(max_lag: int) -> None:
     batches, reports = run_virtual(run_for("quota", count=4, batch_size=40, max_lag=max_lag))
-    assert share_of_slow(batches[8:]) == pytest.approx(0.5, abs=0.02)
-    assert reports[-1].elapsed_s == pytest.approx(20 * 10 * 4.0, rel=0.15), "each of the slow makes 10 per version"
+    assert share_of_slow(batches[6:]) == pytest.approx(0.5, abs=0.02)
+    assert reports[-1].elapsed_s == pytest.approx(14 * 10 * 4.0, rel=0.15), "each of the slow makes 10 per version"
     if max_lag == 0:
         assert all(share_of_slow([batch]) == 0.5 for batch in batches)
 

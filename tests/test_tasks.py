@@ -161,7 +161,7 @@ def keyed(extra: str, action_repeat: int, **options: Any) -> EnvSpec:
 
 def test_one_process_hosts_several_specs() -> None:
     """They differ in what they report and in how often they repeat an action: rows have room for each."""
-    specs = [keyed("x", 1, length=4), keyed("", 5, length=4), keyed("y x", 2, length=9)]
+    specs = [keyed("", 1, length=4), keyed("x", 5, length=4), keyed("y x", 2, length=9)]
 
     async def main() -> None:
         machine = LocalMachine()
@@ -184,6 +184,16 @@ def test_one_process_hosts_several_specs() -> None:
         assert [sorted(one.info) for one in found] == [["success", "x"], ["success", "x"], ["success", "x"]]
 
     asyncio.run(main())
+
+
+def test_processes_have_the_specs_of_their_environments() -> None:
+    async def main() -> list[tuple[str, int]]:
+        async with Runtime(LocalMachine(2)) as rt:
+            gen = rt.start(Generator(ScriptedPolicy(SHORT)))
+            envs = rt.start(EnvGroup([SHORT, LONG], actor=gen, count=4, host="process", lanes=2))
+            return [(episode.task, episode.num_steps) for episode in await envs.run_episodes(range(8))]
+
+    assert asyncio.run(main()) == [("short", 3), ("long", 8)] * 8
 
 
 # Evaluation: every task runs every seed.

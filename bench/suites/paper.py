@@ -7,7 +7,8 @@ rolls out needs two updates until the slower of both sets the pace, however shor
 is the best of ``lockstep``, ``pipeline:k`` and ``async-train:k,share``; RL-VLA3 is ``size-timeout``, and its batcher
 without the barrier at the end of a rollout, which its code has, is ``size-timeout-free``. Where the assumed numbers of
 a profile decide and not the scheduler, the ranges of the sensitivity part say so: every assumed number is halved and
-doubled there, on the H200, and the two fastest of RLinf keep the setting that was best before.
+doubled there, on the H200, and the two fastest of RLinf keep the setting that was best before. Where an update takes
+most of a cycle no scheduler of rollouts can win much; the rollouts alone are compared too, for information.
 
 Calibration: RLinf's asynchronous over its synchronous mode (published: 1.11 to 1.38), RL-VLA3 over synchronous (up to
 1.85), VER over synchronous (up to 2.5). And a batched simulator that is split into small units must lose.
@@ -42,6 +43,7 @@ BARRIER = (
 SEARCH_BARRIER = (1, 1)
 Case: TypeAlias = tuple[str, str, str]
 Found: TypeAlias = dict[Case, dict[str, Outcome]]
+FREE = 1e6  # times faster than it is
 SLOTS = (160, 40, 10)  # of a unit of the batched simulator, when it is split
 
 
@@ -69,11 +71,12 @@ def suite(ask: Ask) -> Result:
     if not ask.smoke:
         more, varied, text = sensitivity(found, ask.seed)
         checks += more
-        lines += text + calibration(found)
+        alone, rollouts = without_training(found, ask.seed)
+        lines += text + rollouts + calibration(found)
         split, text = splitting(ask.seed)
         checks.append(split)
         lines += text
-        data |= {"varied": varied}
+        data |= {"varied": varied, "rollouts alone": alone}
     bars = [
         ("+".join(case[:2]), {name: o.speed / found[case]["ebrl"].speed for name, o in found[case].items()})
         for case in cases
@@ -205,6 +208,30 @@ def sensitivity(found: Found, seed: int) -> tuple[list[Check], dict[str, list[fl
     lines = [f"varied {name:24} {min(v):.2f} .. {max(v):.2f} x RLinf's best mode" for name, v in varied.items()]
     lines += [f"    lowest: {value:.3f}  {what}" for value, what in sorted(worst)[:5]]
     return [at_least("variations of assumed numbers with no less than RLinf's best mode", good, 0.95)], varied, lines
+
+
+def without_training(found: Found, seed: int) -> tuple[dict[str, float], list[str]]:
+    """Compare the rollouts alone on the H200: updates cost nothing, so what is left is what the scheduler decides.
+
+    RLinf runs at the settings that were best with training, and at every number of stages.
+    """
+    free = {"training.samples_per_s": FREE}
+    cases = [case for case in found if case[2] == "h200"]
+    jobs = []
+    for case in cases:
+        best = (found[case][family].job.scheduler for family in RLINF if family != "pipeline")
+        rivals = [*best, *baselines.settings("pipeline", load(job_of(case, "ebrl", VARIED, seed)))]
+        jobs += [job_of(case, "ebrl", FOUND, seed, free), *(job_of(case, name, VARIED, seed, free) for name in rivals)]
+    outcomes = run_all(jobs)
+    ratios = {}
+    for case in cases:
+        speeds = [(o.job.scheduler == "ebrl", o.speed) for o in outcomes if o.job.workload[1:] == case]
+        theirs = max(speed for ours, speed in speeds if not ours)
+        ratios["+".join(case[:2])] = next(speed for ours, speed in speeds if ours) / theirs
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    spread = f"{min(ratios.values()):.2f} .. {mean:.2f} (geometric mean) .. {max(ratios.values()):.2f}"
+    text = ", ".join(f"{name} {value:.2f}" for name, value in ratios.items())
+    return ratios, [f"rollouts alone (updates that cost nothing): ebrl / RLinf's best mode: {spread}", f"    {text}"]
 
 
 def calibration(found: Found) -> list[str]:
