@@ -41,10 +41,26 @@ def at_least(name: str, value: float, bar: float) -> Check:
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the flags that all benchmarks have."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--seed", type=int, default=0, help="of everything")
+    made.add_argument("--seed", type=natural, default=0, help="of everything")
     made.add_argument("--smoke", action="store_true", help="tiny and quick: shows that it runs, checks nothing")
     made.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     return made
+
+
+def natural(text: str) -> int:
+    """Read a number from 0 on; for arguments."""
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
+def positive(text: str) -> int:
+    """Read a number from 1 on; for arguments."""
+    value = natural(text)
+    if value == 0:
+        raise ValueError(text)
+    return value
 
 
 def finish(bench: str, args: argparse.Namespace, checks: Sequence[Check], data: dict[str, Any]) -> int:

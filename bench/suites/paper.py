@@ -10,6 +10,9 @@ a profile decide and not the scheduler, the ranges of the sensitivity part say s
 doubled there, on the H200, and the two fastest of RLinf keep the setting that was best before. Where an update takes
 most of a cycle no scheduler of rollouts can win much; the rollouts alone are compared too, for information.
 
+The division of the GPU that EBRL's tuner and RLinf's asynchronous mode use is the model's; no backend divides a real
+GPU yet.
+
 Calibration: RLinf's asynchronous over its synchronous mode (published: 1.11 to 1.38), RL-VLA3 over synchronous (up to
 1.85), VER over synchronous (up to 2.5). And a batched simulator that is split into small units must lose.
 """
@@ -82,7 +85,7 @@ def suite(ask: Ask) -> Result:
         for case in cases
         if case[2] == "h200"
     ]
-    return Result(checks, data, lines, bars)
+    return Result(checks, data, lines, bars, "rate, as a part of EBRL's")
 
 
 def families_of(case: Case) -> tuple[str, ...]:
