@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from ebrl.core.errors import ConfigError
 from ebrl.core.protocols import Lane
 
 W = TypeVar("W")
@@ -82,8 +83,12 @@ class WeightStore(Generic[W]):
 
         Returns:
             The new version.
+
+        Raises:
+            ConfigError: Somebody else is publishing.
         """
-        assert not self._publishing, "two publishers of one store"
+        if self._publishing:
+            raise ConfigError("two trainers publish to one generator: give each learner a generator of its own")
         self._publishing = True
         try:
             return await self._publish(source, lane)

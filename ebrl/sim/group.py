@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from inspect import isawaitable
 from typing import TypeAlias
 
 from ebrl.core.admission import Admission
@@ -284,7 +285,12 @@ async def _live(program: EnvProgram, env: EnvContext) -> None:
     while True:
         before = env.num_calls
         try:
-            await program(env)
+            running: object = program(env)
+            if not isawaitable(running):
+                raise ProgramError(
+                    f"the program returned {type(running).__name__} and no coroutine: define it with `async def`"
+                )
+            await running
             env.finish_episode()
             if env.num_calls == before:
                 raise ProgramError(
