@@ -37,6 +37,7 @@ from ebrl.sim.context import EnvContext
 from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
 from ebrl.sim.group import EnvGroup, EnvProgram
 from ebrl.sim.programs import rollout
+from ebrl.train.checkpoint import load
 from ebrl.train.trainer import Trainer
 from tests.helpers import ROOT, RecordingLearner, leaves, scripted_spec
 
@@ -177,13 +178,15 @@ def test_a_folder_that_cannot_be_made_is_one_line(command: Command) -> None:
 
 def assert_whole(folder: Path) -> None:
     """Nothing in the folder of a run is half-written."""
-    assert {path.suffix for path in folder.iterdir()} <= {".json", ".jsonl", ".safetensors"} | {
+    assert {path.suffix for path in folder.iterdir() if path.is_file()} <= {".json", ".jsonl", ".safetensors"} | {
         path.suffix for path in folder.glob("events.*")
     }
     assert json.loads((folder / "config.json").read_text())["env"]
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["update"] >= 1
     assert np.isfinite(np.concatenate([x.ravel() for x in load_file(folder / "policy.safetensors").values()])).all()
+    for path in folder.glob("checkpoints/*"):
+        assert load(path).update >= 1
 
 
 @pytest.mark.parametrize("num_envs", ["1", "4"])
