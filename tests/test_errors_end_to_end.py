@@ -249,7 +249,8 @@ def test_what_is_no_run_cannot_be_evaluated(
 # Ctrl-C.
 
 CODE = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background of a shell has it ignored
 from ebrl.cli import main
 print("ready", flush=True)
 sys.exit(main(sys.argv[1:]))
@@ -332,9 +333,11 @@ def interrupted_in_a_callback(args: object) -> int:
 
 
 def test_a_ctrl_c_that_python_forgets_arrives_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     before = sys.unraisablehook
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     monkeypatch.setattr("ebrl.cli._dispatch", interrupted_in_a_callback)
     assert main([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
