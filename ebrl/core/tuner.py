@@ -142,7 +142,7 @@ class Tuner:
         Another division of the device changes what batches take, and another number of simulators how long they wait
         for each other, until all latencies that are known are newer.
         """
-        if self._trial is not None and self._trial.move.knob == "partition":
+        if self._trial is not None and self._trial.move.knob in ("partition", "concurrency"):
             return True
         if self._narrowed is not None and Stretch(self._narrowed, reading).served(gen)[0] < len(gen.latencies_s):
             return True
