@@ -31,7 +31,7 @@ from ebrl.sim.programs import rollout
 from ebrl.train.checkpoint import Checkpoint, Checkpointer, load
 from ebrl.train.sampling import Sampling
 from ebrl.train.trainer import Trainer
-from tests.helpers import RecordingLearner, VersionedPolicy, assert_sound, leaves, scripted_spec
+from tests.helpers import RecordingLearner, VersionedPolicy, assert_sound, leaves, scripted_spec, the_failure
 
 LENGTHS = scripted_spec(length=lambda rng: 3 + int(rng.integers(10)))
 torch.set_num_threads(1)
@@ -422,9 +422,7 @@ def test_another_run_is_refused(
         async with Runtime(machine(), **runtime) as rt:
             await going(rt, updates=2, resume=saved, **options)
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtual(main())
-    (error,) = leaves(caught.value)
+    error = the_failure(main())
     assert isinstance(error, ConfigError)
     assert str(error) == words
 
