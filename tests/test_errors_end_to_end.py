@@ -312,6 +312,31 @@ def test_ctrl_c_while_a_run_starts_ends_it(delay_s: float, tmp_path: Path) -> No
         assert load_file(folder / "policy.safetensors")
 
 
+IMPORT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Library:
+    def find_spec(self, name, path=None, target=None):
+        if name == "tyro":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise TypeError("expected a message argument")
+
+sys.meta_path.insert(0, Library())
+from ebrl.cli import main
+sys.exit(main(["train"]))
+"""
+
+
+def test_a_ctrl_c_that_an_import_makes_an_error_of_its_own_ends_it_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, b"interrupted\n")
+
+
 def interrupted_in_a_callback(args: object) -> int:
     """Press Ctrl-C where the interpreter forgets it: in the callback of a weak reference, as imports have many."""
     pressed = []
