@@ -10,11 +10,12 @@ DEMO_ARGS ?= --env Meta-World/MT1 --env-kwargs env_name reach-v3 --horizon 150 -
 DEMO_DIR ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_ARGS ?=
 
-.PHONY: help venv test lint types unit format demo clean
+.PHONY: help venv test test-slow lint types unit format demo clean
 
 help:
 	@echo "make demo    install, then train a robot policy on Meta-World reach-v3"
 	@echo "make test    install, then lint, types and tests"
+	@echo "make test-slow    tests that take minutes: runs that are killed, again and again"
 	@echo "make lint | types | unit | format    one of them"
 
 venv: $(STAMP)
@@ -36,6 +37,9 @@ types: venv
 
 unit: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: venv
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 format: venv
 	$(BIN)/ruff check --fix .

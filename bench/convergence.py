@@ -53,6 +53,7 @@ from bench.learning import (
     learn_plainly,
     update_s,
 )
+from bench.plot import Line, check_picture, curves
 from bench.profiles import names
 from bench.report import Check, at_least, at_most, finish, parser, spread
 from bench.runs import on_all_cores
@@ -76,6 +77,8 @@ Arms = dict[str, list[Curve]]  # by schedule, in the order of the seeds
 
 def main() -> int:
     args = arguments()
+    if args.plot:
+        check_picture(args.plot)
     sections = [real] if args.real else [profiles, controls, laggards]
     checks: list[Check] = []
     data: dict[str, Any] = {}
@@ -211,8 +214,6 @@ def sentence(base: str, found: dict[str, Ratio]) -> str:
 
 def draw(arms: dict[str, Arms], path: str) -> None:
     """Draw returns over time."""
-    from bench.plot import Line, curves
-
     panels = {
         name: {schedule: [Line(curve.times_s, curve.returns) for curve in own] for schedule, own in by_schedule.items()}
         for name, by_schedule in arms.items()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import multiprocessing.connection
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +30,7 @@ T = TypeVar("T")
 PATIENT_S = 1e4  # a fixed threshold waits for its requests
 MANY = 50  # runs that may take long enough for somebody to wonder
 TELL_EVERY_S = 10.0
+OURS = ("ebrl", "greedy", "fixed:T")
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,23 @@ def pinned(scheduler: str, num_units: int) -> Batcher | None:
     """Return the fixed rule of a scheduler that is EBRL's; None: the tuner's."""
     if scheduler == "ebrl":
         return None
-    threshold = 1 if scheduler == "greedy" else int(scheduler.removeprefix("fixed:"))
-    return Batcher(threshold, max_size=max(threshold, num_units), max_wait_s=PATIENT_S)
+    number = "1" if scheduler == "greedy" else scheduler.removeprefix("fixed:")
+    if not number.isdecimal() or not 1 <= int(number) <= num_units:
+        raise ConfigError(
+            f"{scheduler!r} is not of the form fixed:T, with T from 1 to {num_units}, the units there are"
+        )
+    return Batcher(int(number), max_size=num_units, max_wait_s=PATIENT_S)
+
+
+def check_scheduler(text: str) -> None:
+    """Raise a `ConfigError` if there is no scheduler of that name and setting."""
+    if is_ours(text):
+        pinned(text, sys.maxsize)
+        return
+    try:
+        baselines.parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; and EBRL's own: {', '.join(OURS)}") from None
 
 
 def is_ours(scheduler: str) -> bool:
@@ -184,8 +203,20 @@ def on_all_cores(fn: Callable[[S], T], items: Iterable[S]) -> list[T]:
     workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     if workers == 1 or len(todo) == 1:
         return list(counted(map(fn, todo), len(todo)))
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, initializer=end_with_parent) as pool:
         return list(counted(pool.map(fn, todo, chunksize=max(1, min(8, len(todo) // (4 * workers)))), len(todo)))
+
+
+def end_with_parent() -> None:
+    """End this worker when the process that asked for it is gone, however it ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def counted(results: Iterable[T], num: int, clock: Callable[[], float] = time.monotonic) -> Iterator[T]:

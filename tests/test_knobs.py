@@ -130,14 +130,14 @@ def waiting_in(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CallTimes, "cpu_part", lambda self: part)
 
 
-def watched(seconds: float, **runtime: Any) -> tuple[list[tuple[float, float]], tuple[Move, ...]]:
-    """Return all calls of 16 simulators on four cores, and the moves of concurrency."""
+def watched(seconds: float, num_cores: int = 4, **runtime: Any) -> tuple[list[tuple[float, float]], tuple[Move, ...]]:
+    """Return all calls of 16 simulators, and the moves of concurrency."""
     calls: list[tuple[float, float]] = []
 
     async def main() -> tuple[Move, ...]:
         spec = scripted_spec(make=lambda: Watched(calls, 0.01))
         laws = Laws(fixed_s=5e-4, per_request_s=1e-5)
-        machine = VirtualMachine({"gen": laws.gen}, num_cores=4)
+        machine = VirtualMachine({"gen": laws.gen}, num_cores=num_cores)
         async with rig(laws, 16, machine=machine, spec=spec, runtime=runtime) as r:
             await asyncio.sleep(seconds)
             return r.moves
@@ -152,11 +152,21 @@ def test_fewer_simulators_are_tried_where_they_wait_and_all_run_again_where_that
 ) -> None:
     waiting_in(0.3, monkeypatch)
     calls, moves = watched(10)
-    assert [(move.old, move.new) for move in moves] == [(4, 1), (1, 4)]
+    assert [(move.old, move.new) for move in moves] == [(4, 2), (2, 4)]
     began_s, ended_s = (move.time_s for move in moves)
     assert at_once(calls, 0, began_s) == 4
-    assert at_once(calls, began_s + 0.01, ended_s - 0.01) == 1, "but for those that ran when it was turned"
+    assert at_once(calls, began_s + 0.01, ended_s - 0.01) == 2, "but for those that ran when it was turned"
     assert at_once(calls, ended_s + 0.1) == 4
+    assert "taken back" in moves[1].reason
+
+
+@pytest.mark.slow
+def test_a_trial_of_fewer_ends_by_its_judgement_and_no_new_regime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulators that sleep answer later where fewer may run: that is what was turned, and nothing else."""
+    waiting_in(0.0, monkeypatch)
+    _, moves = watched(20, num_cores=16)
+    assert [(move.old, move.new) for move in moves] == [(16, 8), (8, 16)]
+    assert moves[1].time_s - moves[0].time_s < 3
     assert "taken back" in moves[1].reason
 
 
@@ -202,6 +212,21 @@ def test_promises_follow_use_unless_they_are_pinned() -> None:
     assert run_virtual(main({"cores": {"sim": 1.0, "gen": 2.5}})) == ({"sim": 1.0, "gen": 2.5, "train": 1.0}, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_cores", "update_s"), [(2, 20.0), (2, 6.0), (4, 3.0)])
+def test_promises_are_not_made_anew_with_every_phase_of_a_cycle(num_cores: int, update_s: float) -> None:
+    """Within a cycle of updates the cores go to something else all the time; over whole cycles to the same."""
+    laws = Laws(step_s=0.05, fixed_s=0.05, per_request_s=2e-3, update_s=update_s)
+
+    async def main() -> list[Move]:
+        machine = laws.machine(num_cores=num_cores, on_cores=CPU, servers={"gen": 8, "train": 1})
+        async with rig(laws, 4 * num_cores, machine=machine, max_lag=1, rounds=100) as r:
+            await asyncio.sleep(240)
+            return [move for move in r.moves if move.knob == "cores"]
+
+    assert len(run_virtual(main())) <= 1
+
+
 def gpu_machine(num_cores: int = 64, laws: Laws = SIMULATION) -> VirtualMachine:
     speed: Callable[[float], float] = lambda units: units / 8 * 3 / (units / 8 + 2)  # noqa: E731
     return laws.machine(num_cores=num_cores, gpu=GpuModel(8, {"gen": speed, "train": speed}, {}))
@@ -243,12 +268,22 @@ def test_pins_hold_where_nothing_is_tuned(options: dict[str, Any]) -> None:
     run_virtual(main())
 
 
+OWN = r"a generator is told by its own arguments: Generator\(policy"
+
+
 @pytest.mark.parametrize(
     ("pin", "message"),
     [
         ({"speed": 1}, "pin: 'speed' is no knob of this machine, which has concurrency, cores, partition"),
-        ({"batching": 4}, "pin: 'batching' is no knob of this machine.*; a Generator is told by its own arguments"),
-        ({"lanes": 2}, "pin: 'lanes' is no knob of this machine.*; a Generator is told by its own arguments"),
+        (
+            {"batching": 4},
+            rf"pin: 'batching' is no knob of this machine.*; {OWN}, batcher=Batcher\(threshold=8\)\)",
+        ),
+        (
+            {"threshold": 8},
+            rf"pin: 'threshold' is no knob of this machine.*; {OWN}, batcher=Batcher\(threshold=8\)\)",
+        ),
+        ({"lanes": 2}, rf"pin: 'lanes' is no knob of this machine.*; {OWN}, lanes=2\)"),
         ({"concurrency": 0}, "pin: 'concurrency' must be a whole number from 1 to 4, got 0"),
         ({"concurrency": 5}, "pin: 'concurrency' must be a whole number from 1 to 4, got 5"),
         ({"concurrency": 1.5}, "pin: 'concurrency' must be a whole number from 1 to 4, got 1.5"),
@@ -257,6 +292,8 @@ def test_pins_hold_where_nothing_is_tuned(options: dict[str, Any]) -> None:
         ({"partition": 8}, "pin: 'partition' must be a whole number from 0 to 7, got 8"),
         ({"partition": -1}, "pin: 'partition' must be a whole number from 0 to 7, got -1"),
         ({"cores": 3}, r"pin: 'cores' must be units by stage \(sim\), got 3"),
+        ({"cores": {}}, r"pin: 'cores' must be units by stage \(sim\), got {}"),
+        ("concurrency", r"pin: must be values by knob, such as {'concurrency': 2}, got 'concurrency'"),
         ({"cores": {"gpu": 1}}, "pin: no stage 'gpu' shares the cores; these do: sim"),
         ({"cores": {"sim": 0}}, "pin: 'cores' of 'sim' must be a number above 0, got 0"),
         ({"cores": {"sim": float("nan")}}, "pin: 'cores' of 'sim' must be a number above 0, got nan"),
@@ -264,7 +301,7 @@ def test_pins_hold_where_nothing_is_tuned(options: dict[str, Any]) -> None:
         ({"partition": 2, "cores": {"sim": -1}}, "pin: 'cores' of 'sim' must be a number above 0, got -1"),
     ],
 )
-def test_a_pin_that_cannot_be_says_so_at_once(pin: dict[Any, Any], message: str) -> None:
+def test_a_pin_that_cannot_be_says_so_at_once(pin: Any, message: str) -> None:
     machine = gpu_machine(4)
     with pytest.raises(ConfigError, match=f"^{message}$"):
         Runtime(machine, pin=pin)

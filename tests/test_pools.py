@@ -290,3 +290,25 @@ def test_tasks_that_are_cancelled_at_any_moment(seed: int, units: int) -> None:
         assert pool.statistics().waiting == ()
 
     run_virtual(main())
+
+
+@virtually
+async def test_a_coroutine_that_is_closed_while_it_waits_leaves_nothing_behind() -> None:
+    pool = Pool("cores", 1)
+    lease = await pool.acquire()
+    waiting = pool.acquire()
+    waiting.send(None)
+    assert pool.contended
+    waiting.close()
+    lease.release()
+    assert (pool.statistics().free, pool.statistics().waiting) == (1, ())
+
+
+@virtually
+async def test_an_error_in_a_block_is_not_hidden_by_a_lease_that_was_given_back_in_it() -> None:
+    pool = Pool("cores", 1)
+    with pytest.raises(ValueError, match="mine"), await pool.acquire() as lease:
+        lease.release()
+        raise ValueError("mine")
+    with pytest.raises(PoolError, match="released twice"), await pool.acquire() as lease:
+        lease.release()

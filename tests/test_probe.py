@@ -21,7 +21,7 @@ from bench.probed import load_probed
 from bench.suites import Ask
 from bench.suites.probed import suite
 from ebrl.cli import main
-from ebrl.core.errors import ConfigError, PolicyError
+from ebrl.core.errors import ConfigError, PolicyError, SimulatorError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.meters import Rate
 from ebrl.core.profile import FitRecord, SimulationProfile, StageProfile, StageRecord
@@ -116,6 +116,16 @@ def test_a_policy_that_fails_says_so() -> None:
 
 
 # Simulators.
+
+
+@virtually
+async def test_a_call_without_an_end_is_given_up() -> None:
+    async with Runtime(VirtualMachine({"sim": lambda n, rng: 1e6})) as rt:
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await probe_simulators(rt, scripted_spec(), 1, seconds=1.0)
+    (error,) = leaves(caught.value)
+    assert isinstance(error, SimulatorError)
+    assert "no end after 120 s" in str(error)
 
 
 def simulators(spec: EnvSpec, count: int, host: Host, seconds: float = 0.03) -> SimulationProbe:

@@ -44,6 +44,15 @@ async def test_a_program_that_does_nothing_is_an_error_and_no_busy_loop() -> Non
 
 
 @virtually
+async def test_a_program_that_is_no_coroutine_function_is_told_what_it_lacks() -> None:
+    def program(env: EnvContext) -> None:
+        pass
+
+    error = await failure(program)  # type: ignore[arg-type]
+    assert str(error) == "the program returned NoneType and no coroutine: define it with `async def`"
+
+
+@virtually
 async def test_two_calls_of_one_environment_at_once_are_an_error() -> None:
     refused: list[str] = []
 

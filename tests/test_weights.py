@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ebrl.core.errors import ConfigError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.scope import Scope
 from ebrl.core.testing import settle
@@ -50,6 +51,20 @@ async def test_a_lease_keeps_its_version_while_others_read_the_next() -> None:
         assert (old.version, new.version) == (0, 1)
         assert (old.weights[0], new.weights[0]) == (0, 1)
     old.release()
+
+
+@virtually
+async def test_a_second_publisher_is_refused() -> None:
+    store, lane = make_store(), VirtualMachine({}).lane("io", "publish")
+    reader = store.lease()
+    await store.publish(filled(1), lane)
+    async with Scope() as scope:
+        first = scope.start(store.publish(filled(2), lane), "first")  # waits for the reader
+        await settle()
+        with pytest.raises(ConfigError, match="two trainers publish to one generator"):
+            await store.publish(filled(3), lane)
+        reader.release()
+        assert await first == 2
 
 
 @virtually

@@ -18,12 +18,14 @@ class Result:
         data: For the JSON line.
         lines: For people.
         bars: ``(label, {scheduler: value})``: what the plot shows.
+        bars_show: What the values are.
     """
 
     checks: list[Check]
     data: dict[str, Any]
     lines: list[str]
     bars: list[tuple[str, dict[str, float]]] = field(default_factory=list)
+    bars_show: str = ""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def suite(ask: Ask) -> Result:
         of_bound = ours.speed / bound(workload_) if lanes == 1 else None
         data.append({"ratio": ratio, "best": best, "workload": text, "of_bound": of_bound})
         bars.append((f"N {num_envs}", {"ebrl / best fixed": ratio}))
-    return Result(verdict(ratios), {"draws": data}, [*lines, summary(ratios)], bars)
+    return Result(verdict(ratios), {"draws": data}, [*lines, summary(ratios)], bars, "ratio")
 
 
 def verdict(ratios: list[float]) -> list[Check]:

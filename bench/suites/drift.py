@@ -84,7 +84,7 @@ def suite(ask: Ask) -> Result:
         lines += [f"    {move.time_s - ours.began_s:8.2f} s  {move}" for move in ours.moves]
         data[case.name] = {"ebrl": ours.speed, "best": {best: second[best].speed}, "kept": {kept: second[kept].speed}}
         bars.append((case.name, {"ebrl": 1.0, "best": second[best].speed / ours.speed, "kept": 1 / gain}))
-    return Result(checks, data, lines, bars)
+    return Result(checks, data, lines, bars, "rate, as a part of EBRL's")
 
 
 def fastest(outcomes: dict[str, Outcome]) -> str:

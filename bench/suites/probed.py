@@ -29,7 +29,7 @@ def suite(ask: Ask) -> Result:
     found = by_scheduler(outcomes)
     data = {name: outcome.speed / limit for name, outcome in found.items()} | {"bound": limit}
     bars = [(workload.name, {name: outcome.speed / limit for name, outcome in found.items()})]
-    return Result([], data, [*describe(workload, limit), *table(found, limit)], bars)
+    return Result([], data, [*describe(workload, limit), *table(found, limit)], bars, "part of the bound")
 
 
 def describe(workload: Workload, limit: float) -> list[str]:

@@ -33,7 +33,7 @@ def suite(ask: Ask) -> Result:
         data[label] = {key: outcome.speed / limit for key, outcome in found.items()} | {"bound": limit}
         shown = ("lockstep", "greedy", best, "ebrl", *ask.schedulers)
         bars.append((label, {key.split(":")[0] if key == best else key: found[key].speed / limit for key in shown}))
-    return Result(checks, data, lines, bars)
+    return Result(checks, data, lines, bars, "part of the bound")
 
 
 def schedulers(num_envs: int, ask: Ask) -> list[str]:

@@ -87,7 +87,8 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.release()
+        if error is None or self._bucket is not None:  # what went wrong in the block matters more than a second release
+            self.release()
 
 
 class Ticket:
@@ -128,8 +129,9 @@ async def acquire(lender: Lender, units: int, who: str) -> Lease:
     ticket = lender.request(units, grant, who)
     try:
         return await future
-    except asyncio.CancelledError:
-        if not future.cancelled():
+    except (asyncio.CancelledError, GeneratorExit):  # or the coroutine was closed while it waited
+        if future.done() and not future.cancelled():
             future.result().release()
         ticket.cancel()
+        future.cancel()  # nobody waits for it
         raise

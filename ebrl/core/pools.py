@@ -10,7 +10,7 @@ rejected for this job: a limit of 8 kept 8 cores at 1.00, a limiter with predict
 
 The first in this order is not overtaken: while it waits for more units than are free, these are kept for it, so that
 large requests are not starved by small ones. So a unit is free only if nobody may use it, or if the first in the order
-collects its units.
+collects its units. The order is looked at when somebody asks, gives back or changes a claim, and not in between.
 """
 
 from __future__ import annotations

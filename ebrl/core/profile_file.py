@@ -153,7 +153,8 @@ class _Node:
             raise self.wrong("an object")
         where = f"{self.where}.{name}" if self.where else name
         if name not in self.value:
-            raise ConfigError(f"{self.path}: {where} is missing")
+            there = ", ".join(sorted(map(str, self.value))) or "nothing"
+            raise ConfigError(f"{self.path}: {where} is missing; there is {there}")
         return _Node(self.path, where, self.value[name])
 
     def items(self) -> Iterator[_Node]:

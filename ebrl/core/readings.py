@@ -165,7 +165,7 @@ class Move:
     """One knob, turned.
 
     Attributes:
-        time_s: When.
+        time_s: When; what `Tuning.moves` shows counts from the start of the run.
         service: Whose.
         knob: Which.
         old: Value.

@@ -79,9 +79,9 @@ class Runtime:
             trace: Takes the spans of the run; None records nothing.
             tune: Let the tuner turn the knobs that were not set; never in a deterministic run, since it goes by time.
             pin: Knobs of the machine that the tuner leaves alone, with their values: ``concurrency``, how many
-                simulator calls run at once; ``cores``, units by stage (``{"sim": 6, "gen": 1, "train": 1}``), which
-                say who is next when stages contend; ``partition``, SM units for generation while training runs too, 0
-                for turns. The rule of a generator is pinned by its own arguments.
+                simulator calls run at once; ``cores``, units by stage (``{"sim": 6, "gen": 1, "train": 1}``), whose
+                ratio says who is next when stages contend; ``partition``, SM units for generation while training runs
+                too, 0 for turns. The rule of a generator is pinned by its own arguments.
             profile: What an earlier run or `ebrl probe` found out on this machine, or the file of it: services begin
                 with what it says of their names.
             record: New file for the event log of a training run, with which `ebrl.replay` repeats it offline. Inference
@@ -145,7 +145,7 @@ class Runtime:
         self._tune_interpreter()
         if self.machine.sm_units:
             self._exit.callback(self.machine.divide, None)  # the next runtime of this machine knows of no division
-        self.tuning.open()
+        self.tuning.open(self.clock())
         self._exit.push_async_callback(self._close)
         self._state = "open"
         return self

@@ -34,19 +34,25 @@ def split(used: Mapping[str, float], units: int) -> dict[str, float]:
     return {kind: units * part / whole for kind, part in parts.items()}
 
 
-def differs(old: Mapping[str, float], new: Mapping[str, float]) -> bool:
-    """Whether promises have changed enough to be made anew."""
-    return any(abs(new[kind] - old[kind]) > CHANGE * old[kind] for kind in new)
+def differs(old: Mapping[str, float], new: Mapping[str, float], band: float = CHANGE) -> bool:
+    """Whether promises have changed enough to be made anew: relatively, and by more than the least promise."""
+    least = LEAST * sum(new.values())
+    return any(abs(new[kind] - old[kind]) > max(band * old[kind], least) for kind in new)
 
 
-def promise(stretch: Stretch) -> Move | None:
-    """Promise the cores anew where stages contend for them and need other parts than they were promised."""
+def promise(stretch: Stretch, caution: float = 1.0) -> Move | None:
+    """Promise the cores anew where stages contend for them and need other parts than they were promised.
+
+    Args:
+        stretch: Whole cycles of all that takes turns.
+        caution: How many times the usual change it takes.
+    """
     used, num_cores = stretch.used(), stretch.now.num_cores
     if len(used) < 2 or sum(used.values()) < BUSY * num_cores * stretch.seconds:
         return None
     old = {core.kind: core.rate for core in stretch.now.cores}
     new = {kind: round(rate, 3) for kind, rate in split(used, num_cores).items()}
-    if not differs(old, new):
+    if not differs(old, new, caution * CHANGE):
         return None
     reason = "used of late: " + ", ".join(f"{kind} {seconds / stretch.seconds:.2f}" for kind, seconds in used.items())
     return Move(stretch.now.now_s, "machine", "cores", old, new, reason, 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -48,12 +49,14 @@ class Tuner:
         self.moves: deque[Move] = deque(maxlen=256)
         self._regimes: dict[str, Regime] = {}
         self._changed_s = -math.inf  # when one of them did last
+        self._news_s = -math.inf  # when one of them did after a while without: phases that alternate are no news
         self._trial: Trial | None = None
         self._refused: dict[tuple[str, Knob], tuple[float, float]] = {}  # until when, and for how long
         self._since: Reading | None = None  # when the running settings began
         self._counts: dict[tuple[str, str], int] = {}  # what was done by whoever does something
         self._narrowed: Reading | None = None  # when the number of simulators that run at once was last changed
         self._updates: dict[str, tuple[Reading, Reading]] = {}  # per trainer: at its last two updates
+        self._cycle: dict[str, Reading] = {}  # per trainer: at its first update with the running settings
 
     def decide(self, reading: Reading) -> Move | None:
         """Return the knob to turn now, if any; the caller turns it before the next call."""
@@ -94,6 +97,9 @@ class Tuner:
                 self._updates[train.name] = reading, reading
             elif train.num_updates > done:
                 self._updates[train.name] = last, reading
+                assert self._since is not None
+                if train.name not in self._cycle or self._cycle[train.name].now_s < self._since.now_s:
+                    self._cycle[train.name] = reading
 
     def _sharing(self, reading: Reading, gen: GenReading) -> Sharing | None:
         """Return how generator and trainer load the device that they share; None if they share none, or not yet."""
@@ -121,6 +127,8 @@ class Tuner:
         round_s = float(middle.mean()) + (small_s + large_s) / 2 / slower
         if not regime.changed(small_s / slower, large_s / slower, round_s):
             return
+        if reading.now_s - self._changed_s >= FEW_S:
+            self._news_s = reading.now_s
         self._changed_s = reading.now_s
         self.look_s = min(self.look_s, LOOK_AGAIN_S)
         self._since = reading
@@ -134,7 +142,7 @@ class Tuner:
         Another division of the device changes what batches take, and another number of simulators how long they wait
         for each other, until all latencies that are known are newer.
         """
-        if self._trial is not None and self._trial.move.knob == "partition":
+        if self._trial is not None and self._trial.move.knob in ("partition", "concurrency"):
             return True
         if self._narrowed is not None and Stretch(self._narrowed, reading).served(gen)[0] < len(gen.latencies_s):
             return True
@@ -173,7 +181,7 @@ class Tuner:
         return knob not in reading.pinned and reading.now_s >= self._refused.get((service, knob), (0.0, 0.0))[0]
 
     def _worth(self, reading: Reading, gen: GenReading, gain: float) -> bool:
-        recent = sum(move.time_s > max(reading.now_s - FEW_S, self._changed_s) for move in self.moves)
+        recent = sum(move.time_s > max(reading.now_s - FEW_S, self._news_s) for move in self.moves)
         band = DEAD_BAND + SCATTERED * self._regimes[gen.name].scatter
         return bool(gain > band * 2.0**recent)  # it may have to be taken back
 
@@ -203,8 +211,11 @@ class Tuner:
         move = None
         if self._allowed(stretch.now, "machine", "concurrency"):
             move = all_again(stretch, self._narrowed, self._changed_s) or fewer(stretch)
-        if move is None and stretch.seconds >= CORES_S and self._allowed(stretch.now, "machine", "cores"):
-            move = promise(stretch)
+        if move is None and stretch.judges and self._allowed(stretch.now, "machine", "cores"):
+            cycles = _whole_cycles(stretch, self._cycle, self._updates)
+            recent = sum(m.knob == "cores" and m.time_s > stretch.now.now_s - FEW_S for m in self.moves)
+            if cycles is not None and cycles.seconds >= CORES_S:
+                move = promise(cycles, 2.0**recent)
         return move
 
     def _batching(self, stretch: Stretch, gen: GenReading) -> Move | None:
@@ -235,3 +246,14 @@ class Tuner:
 
 def _of(reading: Reading, name: str) -> TrainReading:
     return next(train for train in reading.trains if train.name == name)
+
+
+def _whole_cycles(
+    stretch: Stretch, began: Mapping[str, Reading], updates: Mapping[str, tuple[Reading, Reading]]
+) -> Stretch | None:
+    """Return whole cycles of the first trainer within a stretch, as their parts need the cores for different things."""
+    if not stretch.now.trains:
+        return stretch
+    name = stretch.now.trains[0].name
+    first, last = began.get(name, stretch.now), updates[name][1]
+    return Stretch(first, last) if stretch.since.now_s <= first.now_s < last.now_s else None

@@ -25,6 +25,13 @@ from ebrl.core.tuner import Tuner
 
 logger = logging.getLogger("ebrl")
 
+BATCHER = "Generator(policy, batcher=Batcher(threshold=8))"
+GENERATOR_PINS = {
+    **dict.fromkeys(("batching", "batcher", "threshold", "max_size", "max_wait_s"), BATCHER),
+    "lanes": "Generator(policy, lanes=2)",
+}
+"""How knobs are set that are no knobs of the machine."""
+
 
 class TunedGenerator(Protocol):
     """A service with a batcher and lanes. Called on the loop."""
@@ -106,17 +113,22 @@ class Tuning:
         self._trainers: list[TunedTrainer] = []
         self._gen_units = 0
         self._due_s: float | None = None
+        self._opened_s = 0.0
+        if pins is not None and not isinstance(pins, Mapping):
+            raise ConfigError(f"pin: must be values by knob, such as {{'concurrency': 2}}, got {pins!r}")
         self._pins = dict(pins or {})
         for knob, value in self._pins.items():
             _check_pin(knob, value, machine, list(self._claims))
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """What was turned and why; the latest moves, oldest first."""
-        return tuple(self._tuner.moves) if self._tuner is not None else ()
+        """What was turned and why, in seconds of the run; the latest moves, oldest first."""
+        moves = self._tuner.moves if self._tuner is not None else ()
+        return tuple(replace(move, time_s=move.time_s - self._opened_s) for move in moves)
 
-    def open(self) -> None:
+    def open(self, now_s: float) -> None:
         """Set what is pinned; called when the runtime opens."""
+        self._opened_s = now_s
         for knob, value in self._pins.items():
             self._set(knob, value)
 
@@ -225,13 +237,13 @@ def _check_pin(knob: str, value: Any, machine: Machine, stages: Sequence[str]) -
     knobs = {"concurrency": "sim" in stages, "cores": bool(stages), "partition": machine.sm_units > 0}
     if not knobs.get(knob):
         names = ", ".join(name for name, is_there in knobs.items() if is_there) or "none"
-        hint = "; a Generator is told by its own arguments" if knob in ("batching", "lanes") else ""
+        hint = f"; a generator is told by its own arguments: {GENERATOR_PINS[knob]}" if knob in GENERATOR_PINS else ""
         raise ConfigError(f"pin: {knob!r} is no knob of this machine, which has {names}{hint}")
     if knob == "concurrency":
         _check_units(knob, value, 1, machine.num_cores)
     elif knob == "partition":
         _check_units(knob, value, 0, machine.sm_units - 1)
-    elif not isinstance(value, Mapping):
+    elif not isinstance(value, Mapping) or not value:
         raise ConfigError(f"pin: {knob!r} must be units by stage ({', '.join(stages)}), got {value!r}")
     else:
         for stage, rate in value.items():

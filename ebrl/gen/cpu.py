@@ -17,10 +17,11 @@ from ebrl.core.protocols import MEMORY, Request
 from ebrl.core.records import ActionOut, Array, BatchOut, Observation
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+HINT = "; see ebrl.check_policy"
 
 
 class WrongRows(PolicyError):
-    """Not one row per observation, so that nobody knows whose they are."""
+    """Not one row per observation, or not of the form that was agreed on: no request can be answered."""
 
 
 def copy_weights(source: torch.nn.Module, buffer: torch.nn.Module) -> None:
@@ -132,13 +133,22 @@ def _act(
             {name: _own(rows) for name, rows in out.aux.items()},
             None if out.memory is None else _own(out.memory.float()),
         )
-    rows = {"action": batch.action, "log_prob": batch.log_prob, "value": batch.value, **batch.aux}
-    for name, array in rows.items():
-        if array.shape[:1] != (len(observations),):
-            raise WrongRows(f"{name} has shape {array.shape} for {len(observations)} observations")
+    num = len(observations)
+    chunk = num, policy.horizon
+    if batch.action.shape[:2] != chunk or batch.log_prob.shape[:2] != chunk or batch.log_prob.ndim != 3:
+        shapes = f"{batch.action.shape} and {batch.log_prob.shape}"
+        raise WrongRows(
+            f"action and log_prob have shapes {shapes} and not [B, H, ...] and [B, H, A], where B, H = {chunk}{HINT}"
+        )
+    if batch.value.shape != (num,):
+        raise WrongRows(f"value has shape {batch.value.shape} and not {(num,)}{HINT}")
+    for name, array in batch.aux.items():
+        if array.shape[:1] != (num,):
+            raise WrongRows(f"aux[{name!r}] has shape {array.shape} for {num} observations{HINT}")
     forms = [None if array is None else array.shape for array in (batch.memory, memory)]
     if forms[0] != forms[1]:
-        raise WrongRows(f"memory has shape {forms[0]} and not {forms[1]}, as memory_size={policy.memory_size} says")
+        expected = f"{forms[1]}, as memory_size={policy.memory_size} says"
+        raise WrongRows(f"memory has shape {forms[0]} and not {expected}{HINT}")
     if memory is not None:
         batch.aux[MEMORY] = memory
     return batch

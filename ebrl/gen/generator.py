@@ -56,11 +56,13 @@ class Generator:
             name: Of the service.
 
         Raises:
-            ConfigError: `lanes` or `threads` is below 1.
+            ConfigError: `lanes` or `threads` is below 1, or `batcher` is none.
         """
         for label, value in (("lanes", lanes), ("threads", threads)):
             if value is not None and value < 1:
                 raise ConfigError(f"Generator.{label} must be at least 1, got {value}")
+        if batcher is not None and not isinstance(batcher, Batcher):
+            raise ConfigError(f"Generator.batcher must be a Batcher, such as Batcher(threshold=8), got {batcher!r}")
         self.name = name
         self._policy = policy
         self._first = batcher or Batcher(), lanes or 1

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
+from ebrl.core.errors import SimulatorError
 from ebrl.core.profile import StageProfile, StageRecord
 from ebrl.core.records import EnvSpec, Host, StepResult
 from ebrl.core.rng import episode_seed
@@ -20,6 +21,9 @@ from ebrl.sim.placement import make_hosts
 WARM_UP_STEPS = 3  # of each simulator, or to the end of its first episode; what is made at first use is not measured
 MAX_FIT = 512  # calls that the line of a step rests on
 CLOSE_S = 5.0
+SLOWEST_CALL_S = 120.0  # after which a call is given up
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ async def probe_simulators(
 
     Raises:
         ConfigError: The spec cannot be sent to a process.
-        SimulatorError: A simulator broke its interface.
+        SimulatorError: A simulator broke its interface, or a call does not end.
     """
     found = SimulationProbe(count)
     hosts = make_hosts(
@@ -171,13 +175,21 @@ class _Player:
     async def _reset(self) -> None:
         future: asyncio.Future[Any] = self._loop.create_future()
         self._slot.reset(future, episode_seed(self._seed, self._index, self._num_episodes))
-        await future
+        await self._answer(future, "reset")
         self._num_episodes += 1
         self._over = False
 
     async def _step(self) -> StepResult:
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._slot.step(future, next(self._actions))
-        result = await future
+        result = await self._answer(future, "step")
         self._over = result.terminated or result.truncated
         return result
+
+    async def _answer(self, future: asyncio.Future[T], what: str) -> T:
+        try:
+            async with asyncio.timeout(SLOWEST_CALL_S):
+                return await future
+        except TimeoutError:
+            where = self._slot.lane_name
+            raise SimulatorError(f"{what} of the simulator on {where} has no end after {SLOWEST_CALL_S:g} s") from None
