@@ -49,6 +49,7 @@ from ebrl.core.virtual_machine import spend
 from ebrl.gen.generator import PAD_TO
 from ebrl.gen.policies import default_policy
 from ebrl.sim.simulator import Simulator
+from ebrl.train.options import Objective
 from ebrl.train.sampling import Sampling
 
 TASK = "InvertedPendulum-v5"
@@ -61,25 +62,30 @@ Weights: TypeAlias = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When who may go on.
+    """When who may go on, and what the learner makes of data that are old.
 
     Attributes:
         max_lag: Versions that a decision may be behind.
         lockstep: All environments step together, as a vector environment does.
         sampling: Whether each environment has its share of a batch (``quota``), or whoever is ready fills it.
+        objective: Of the learner. It makes no difference where nothing is old.
+        aside: Shown beside the others, with a quarter of the seeds.
     """
 
     name: str
     max_lag: int
     lockstep: bool = False
     sampling: Sampling = "arrival"
+    objective: Objective = "ppo"
+    aside: bool = False
 
 
 LOCKSTEP = Schedule("lockstep", 0, lockstep=True)
 SYNC = Schedule("sync", 0, sampling="quota")
-POOLED = Schedule("sync-pooled", 0)
+POOLED = Schedule("sync-pooled", 0, aside=True)
 ASYNC = Schedule("async-1", 1)
-SCHEDULES = (LOCKSTEP, SYNC, POOLED, ASYNC, Schedule("async-2", 2), Schedule("async-4", 4))
+DECOUPLED = Schedule("decoupled-1", 1, objective="decoupled", aside=True)
+SCHEDULES = (LOCKSTEP, SYNC, POOLED, ASYNC, Schedule("async-2", 2), Schedule("async-4", 4), DECOUPLED)
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Job:
     workload: Workload
     schedule: Schedule
     seed: int
-    updates: int = 48
+    updates: int = 64
     every: int = 2
     real: bool = False
     deterministic: bool = False
@@ -229,6 +235,7 @@ def settings(job: Job) -> PPOConfig:
         gae_lambda=0.95,
         normalize_return=False,
         reward_scale=0.1,
+        objective=job.schedule.objective,
         seed=job.seed,
     )
 
