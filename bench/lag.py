@@ -19,18 +19,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.barrier import World, collect
 from bench.report import Check, at_least, at_most, finish, parser, show, spread
 from bench.runs import on_all_cores
+from bench.survival import ratio
 from ebrl import PPO, CategoricalPolicy, EnvSpec, PPOConfig, env_spec
-from ebrl.core.records import ActionOut, BatchOut, Decision, Observation, Segment, TrainBatch
-from ebrl.core.rng import NoiseStream, episode_seed
+from ebrl.core.records import TrainBatch
+from ebrl.core.rng import NoiseStream
 from ebrl.sim.simulator import Simulator
 from ebrl.train.options import Objective
 
@@ -76,72 +77,6 @@ class Curve:
     square: float
 
 
-@dataclass
-class World:
-    """One environment, stepped by hand."""
-
-    index: int
-    seed: int
-    simulator: Simulator
-    noise: NoiseStream
-    returns: deque[float]
-    obs: Observation = field(default_factory=dict)
-    episode: int = -1
-    num_decisions: int = 0
-    total: float = 0.0
-
-    def reset(self) -> None:
-        self.episode += 1
-        self.obs, _ = self.simulator.reset(episode_seed(self.seed, self.index, self.episode))
-        self.total = 0.0
-
-    def step(self, out: ActionOut) -> tuple[Decision, Observation]:
-        """Execute a decision; return it, and the observation that followed, which may be the last of its episode."""
-        result = self.simulator.step(out.action)
-        decision = Decision(
-            self.index,
-            self.episode,
-            self.num_decisions,
-            self.obs,
-            out,
-            result.rewards,
-            result.num_steps,
-            result.terminated,
-            result.truncated,
-        )
-        self.num_decisions += 1
-        self.total += result.reward
-        self.obs = result.obs
-        if result.terminated or result.truncated:
-            self.returns.append(self.total)
-            self.reset()
-        return decision, result.obs
-
-
-def act(policy: CategoricalPolicy, worlds: Sequence[World], version: int) -> list[ActionOut]:
-    noise = torch.from_numpy(np.stack([world.noise.row(world.num_decisions, policy.noise_dim) for world in worlds]))
-    with torch.no_grad():
-        out = policy.act(policy.collate([world.obs for world in worlds]), noise)
-    aux = {name: rows.numpy() for name, rows in out.aux.items()}
-    batch = BatchOut(out.action.numpy(), out.log_prob.numpy(), out.value.numpy(), aux)
-    return [ActionOut(action, version, batch, row) for row, action in enumerate(batch.action)]
-
-
-def collect(policy: CategoricalPolicy, worlds: Sequence[World], version: int) -> list[Segment]:
-    """Let every environment make `LENGTH` decisions with one version."""
-    segments: list[Segment] = []
-    running: list[list[Decision]] = [[] for _ in worlds]
-    for t in range(LENGTH):
-        for world, out in zip(worlds, act(policy, worlds, version), strict=True):
-            decision, following = world.step(out)
-            running[world.index].append(decision)
-            over = decision.terminated or decision.truncated
-            if over or t == LENGTH - 1:
-                segments.append(Segment(world.index, "", running[world.index], following, "end" if over else "taken"))
-                running[world.index] = []
-    return segments
-
-
 def make_worlds(spec: EnvSpec, seed: int) -> tuple[list[World], deque[float]]:
     returns: deque[float] = deque(maxlen=LATEST)
     worlds = [World(index, seed, Simulator(spec), NoiseStream(seed, index), returns) for index in range(NUM_ENVS)]
@@ -164,7 +99,7 @@ def run(job: Job) -> Curve:
     for version in range(job.updates):
         versions.append({name: x.clone() for name, x in policy.state_dict().items()})
         acting.load_state_dict(versions[0])
-        segments = collect(acting, worlds, version - len(versions) + 1)
+        segments = collect(acting, worlds, version - len(versions) + 1, LENGTH)
         metrics.append(learner.update(TrainBatch(segments, version)))
         if returns:
             curve.append(float(np.mean(returns)))
@@ -174,15 +109,6 @@ def run(job: Job) -> Curve:
         float(np.mean([m[name] for m in metrics])) for name in ("behaviour_weight_ess", "log_weight_sq_mean")
     )
     return Curve(float(np.mean(curve)), float(np.mean(curve[-max(1, len(curve) // 5) :])), ess, square)
-
-
-def ratio(ours: Sequence[Curve], fresh: Sequence[Curve], seed: int) -> dict[str, float]:
-    """Return the ratio of mean areas, with its interval."""
-    pairs = np.array([[a.area, b.area] for a, b in zip(ours, fresh, strict=True)])
-    picked = np.random.default_rng(seed).integers(len(pairs), size=(2000, len(pairs)))
-    means = pairs[picked].mean(1)
-    low, high = np.quantile(means[:, 0] / means[:, 1], [0.025, 0.975])
-    return {"ratio": float(pairs[:, 0].mean() / pairs[:, 1].mean()), "low": float(low), "high": float(high)}
 
 
 def main() -> int:
@@ -195,15 +121,16 @@ def main() -> int:
     curves = on_all_cores(run, jobs)
     data: dict[str, Any] = {}
     areas: dict[Objective, float] = {}
+    fresh = np.array([curve.area for curve in curves[: len(seeds)]])
     for number, (objective, lag) in enumerate(systems):
         ours = curves[number * len(seeds) : (number + 1) * len(seeds)]
-        against = ratio(ours, curves[: len(seeds)], args.seed)
-        areas[objective] = against["ratio"]
+        against = ratio(np.array([curve.area for curve in ours]), fresh, args.seed)
+        areas[objective] = against.value
         area, tail = spread([curve.area for curve in ours]), spread([curve.tail for curve in ours])
-        data[f"{objective}-lag-{lag}"] = {"area": area, "tail": tail, **against, "runs": [asdict(c) for c in ours]}
+        runs = [asdict(curve) for curve in ours]
+        data[f"{objective}-lag-{lag}"] = {"area": area, "tail": tail, "of_lag_0": vars(against), "runs": runs}
         print(
-            f"{objective} at lag {lag}: area {show(area)}, last fifth {show(tail)}, of lag 0 {against['ratio']:.2f} "
-            f"[{against['low']:.2f} .. {against['high']:.2f}], "
+            f"{objective} at lag {lag}: area {show(area)}, last fifth {show(tail)}, of lag 0 {against}, "
             f"ESS {np.mean([c.ess for c in ours]):.2f}, (log w)^2 {np.mean([c.square for c in ours]):.3f}"
         )
     checks: list[Check] = [

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ebrl.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run: values that hold from their times on."""
+
+    times: Sequence[float]
+    values: Sequence[float]
 
 
 def check_picture(path: str) -> None:
@@ -64,6 +76,52 @@ def bars(groups: Sequence[tuple[str, dict[str, float]]], path: str, title: str, 
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def curves(
+    panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str, title: str, unit: tuple[str, float], y_label: str
+) -> None:
+    """Draw, for each panel, the median of the runs of each name over time, and the band of their quartiles.
+
+    A band ends where the first of its runs does.
+
+    Args:
+        panels: Runs by name, by panel.
+        path: Of the picture; its ending says the format.
+        title: Above it.
+        unit: Of time: its name, and how long it is.
+        y_label: Of the values.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(6.4 * columns, 3.4 * rows + 0.6), squeeze=False)
+    colors = pyplot.get_cmap("tab10")
+    for axis, (label, runs) in zip(axes.flat, panels.items(), strict=False):
+        for place, (name, lines) in enumerate(runs.items()):
+            grid = np.linspace(0.0, min(line.times[-1] for line in lines), 400)
+            low, middle, high = np.percentile([_held(line, grid) for line in lines], [25, 50, 75], axis=0)
+            axis.plot(grid / unit[1], middle, color=colors(place), label=name, linewidth=1.6)
+            axis.fill_between(grid / unit[1], low, high, color=colors(place), alpha=0.15, linewidth=0)
+        axis.set_title(label, fontsize=11)
+        axis.set_xlabel(unit[0])
+        axis.set_ylabel(y_label)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    axes.flat[0].legend(frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=12)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _held(line: Line, grid: NDArray[np.float64]) -> NDArray[np.float64]:
+    place = np.searchsorted(np.asarray(line.times), grid, side="right")
+    return np.concatenate([[0.0], line.values])[place]
 
 
 def _pyplot() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -338,11 +338,26 @@ _W = {
     "simulator": ("step_s", "step_cv", "reset_s", "shortest_episode", "horizon"),
     "policy": ("fixed_s", "per_sample_s"),
 }
+_CONVERGENCE = {
+    "simulator": (
+        "num_envs", "step_s", "step_cv", "burst_share", "burst_factor", "burst_steps",
+        "stall_probability", "stall_factor", "reset_s", "reset_cv",
+    ),
+    "policy": ("chunk", "fixed_s", "per_sample_s"),
+    "training": ("samples_per_s", "epochs"),
+}  # fmt: skip
+
+
+def _some(fields: Mapping[str, Collection[str]]) -> Mapping[str, Mapping[str, Rule]]:
+    return {section: {name: _EVERY[section][name] for name in names} for section, names in fields.items()}
+
+
 SCHEMA: Mapping[str, Mapping[str, Mapping[str, Rule]]] = {
     "simulators": {"simulator": _EVERY["simulator"]},
     "policies": {"policy": _EVERY["policy"], "training": _EVERY["training"]},
     "machines": {"machine": _EVERY["machine"]},
-    "w": {section: {name: _EVERY[section][name] for name in fields} for section, fields in _W.items()},
+    "w": _some(_W),
+    "convergence": _some(_CONVERGENCE),
 }
 """What a file of each kind holds: sections, their fields, and what these may be."""
 
@@ -383,6 +398,23 @@ def load_w(name: str, num_envs: int, folder: Path = PROFILES) -> Workload:
     file = read("w", name, SCHEMA["w"], folder)
     where, label = f"w/{name}.json", f"{name} N={num_envs}"
     return untrained(where, label, num_envs, file.records, num_cores=num_envs, sources=file.sources)
+
+
+def load_convergence(name: str, folder: Path = PROFILES) -> Workload:
+    """Return latencies for real learning: a core for each simulator, a device each for generation and training.
+
+    How long episodes are is up to the environment that learns, and what an update trains on up to its learner.
+
+    Raises:
+        ConfigError: There is no such profile, or something in its file is wrong.
+    """
+    file = read("convergence", name, SCHEMA["convergence"], folder)
+    simulator: dict[str, Any] = file.records["simulator"] | {"shortest_episode": 1, "horizon": 1}
+    num_envs, records = simulator.pop("num_envs"), file.records | {"simulator": simulator}
+    where = f"convergence/{name}.json"
+    workload = untrained(where, name, num_envs, records, num_cores=num_envs, sources=file.sources)
+    alone: dict[str, Any] = {"rollout_epochs": 1, "linearity": 1.0, "bandwidth": 0.0}
+    return replace(workload, training=TrainingProfile(**alone | file.records["training"]))
 
 
 def untrained(

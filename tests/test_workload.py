@@ -24,6 +24,7 @@ from bench.workload import (
     Workload,
     bound,
     limits,
+    load_convergence,
     load_pair,
     load_w,
     pairs,
@@ -43,6 +44,7 @@ def test_what_there_is() -> None:
     assert names("policies") == ["gr00t", "openvla", "openvla-oft", "pi05"]
     assert names("machines") == MACHINES
     assert names("w") == ALL_W
+    assert names("convergence") == ["libero", "long-tail", "robocasa", "train-heavy"]
     assert len(pairs()) == 16
     assert {path.name for path in PROFILES.iterdir() if path.is_dir()} - {"__pycache__"} == set(SCHEMA)
 
@@ -130,6 +132,24 @@ def made(**changes: Any) -> Workload:
     training = TrainingProfile(samples_per_s=50.0, epochs=2, rollout_epochs=1, linearity=1.0, bandwidth=0.4)
     machine = replace(base.machine, num_cores=2, generation_speed=0.5, training_speed=0.2, memory_bandwidth=0.25)
     return replace(base, simulator=simulator, policy=policy, training=training, machine=machine)
+
+
+@pytest.mark.parametrize("name", ["libero", "robocasa"])
+def test_convergence_profiles_of_simulators_are_the_numbers_of_the_pair(name: str) -> None:
+    workload, pair = load_convergence(name), load_pair(name, "pi05", "h200")
+    own = {path: number for path, number in workload.numbers.items() if path != "simulator.num_envs"}
+    assert own == {path: pair.numbers[path] for path in own}
+    assert {path: workload.sources[path] for path in own} == {path: pair.sources[path] for path in own}
+    assert workload.num_units == workload.machine.num_cores == 16
+    assert workload.generation_s(10) == pytest.approx(pair.generation_s(10))
+
+
+@pytest.mark.parametrize(("name", "batch_s"), [("long-tail", 6.0), ("train-heavy", 15.0)])
+def test_convergence_profiles_of_chunks_are_for_batches_of_512(name: str, batch_s: float) -> None:
+    workload = load_convergence(name)
+    assert workload.training is not None
+    assert workload.num_units == workload.machine.num_cores == 32
+    assert 512 * workload.training.epochs / workload.training.samples_per_s == pytest.approx(batch_s, rel=1e-4)
 
 
 def test_limits_by_hand() -> None:
