@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import logging
 import threading
+from typing import Any
 
 import pytest
 
@@ -203,7 +204,8 @@ def test_the_units_of_a_lost_lane_go_back_and_only_once(num_queued: int) -> None
     async def main() -> None:
         machine, pool, begun, release = LocalMachine(2), Pool("cores", 2), threading.Event(), threading.Event()
         stuck, other = machine.lane("gen", "stuck", pool, 2), machine.lane("gen", "other", pool, 2)
-        calls = [stuck.run(gate, begun, release), *(stuck.run(int) for _ in range(num_queued))]
+        calls: list[asyncio.Future[Any]] = [stuck.run(gate, begun, release)]
+        calls += [stuck.run(int) for _ in range(num_queued)]
         await running(begun)
         waiting = other.run(len, "abc")
         await asyncio.sleep(0)
@@ -314,7 +316,7 @@ def test_completions_from_many_threads_arrive_once_each() -> None:
 def test_machine() -> None:
     assert LocalMachine().num_cores == available_cores() >= 1
     assert LocalMachine.real
-    with pytest.raises(ConfigError, match="num_cores must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="num_cores must be a whole number of at least 1, got 0"):
         LocalMachine(0)
 
 

@@ -252,10 +252,8 @@ class ThreadLane:
             return True
         frame = sys._current_frames().get(self.thread.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else "(no stack)"
-        lost = (
-            "lane %s is lost: its call did not return within %.1f s; its units go back, its thread stays and runs here:"
-        )
-        logger.error(lost + "\n%s", self._name, deadline_s, stack)
+        lost = "lane %s is lost: its call did not return within %.1f s; its units go back, its thread runs on here:\n%s"
+        logger.error(lost, self._name, deadline_s, stack)
         self.mailbox.settle(self.mailbox.outstanding)
         return False
 

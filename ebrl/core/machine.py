@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, whole
 from ebrl.core.lanes import Completions, ThreadLane
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane
@@ -29,11 +29,9 @@ class LocalMachine:
             num_cores: Simulator calls that may run at once; default: the cores this process may use.
 
         Raises:
-            ConfigError: `num_cores` is below 1.
+            ConfigError: `num_cores` is no whole number of at least 1.
         """
-        if num_cores is not None and num_cores < 1:
-            raise ConfigError(f"num_cores must be at least 1, got {num_cores}")
-        self.num_cores = num_cores or available_cores()
+        self.num_cores = available_cores() if num_cores is None else whole("num_cores", num_cores)
         self.memory_mib = physical_memory_mib()
         self._completions: Completions | None = None
         self._lanes: list[ThreadLane] = []

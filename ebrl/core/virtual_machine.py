@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import Closed, ConfigError, whole
 from ebrl.core.lanes import Call, Mailbox, Result, deliver, execute
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane
@@ -185,13 +185,17 @@ class VirtualMachine:
             gpu: What some kinds share; their laws then hold for all of it alone.
             memory_mib: What simulators share that say how much they take.
             seed: Of the latencies; every lane draws from a stream of its own.
+
+        Raises:
+            ConfigError: `num_cores` or one of `servers` is no whole number of at least 1.
         """
-        self.num_cores = num_cores
+        self.num_cores = whole("num_cores", num_cores)
         self.memory_mib = memory_mib
         self.gpu = VirtualGpu(gpu) if gpu is not None else None
         self._laws = dict(laws)
         self.on_cores = frozenset(on_cores)
-        self._units = {**dict.fromkeys(("sim", *self.on_cores), num_cores), **(servers or {})}
+        given = {kind: whole(f"servers[{kind!r}]", num) for kind, num in (servers or {}).items()}
+        self._units = {**dict.fromkeys(("sim", *self.on_cores), self.num_cores), **given}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._servers: dict[str, _Servers] = {}
         self._seed = seed
