@@ -434,6 +434,19 @@ def test_latencies_depend_on_the_seed_and_the_lane_alone() -> None:
     assert run_virtual(main(0, 0)) != run_virtual(main(1, 0))
 
 
+@virtually
+async def test_a_lane_that_comes_after_one_was_closed_draws_for_itself() -> None:
+    machine, ends = VirtualMachine({"sim": lambda n, rng: float(rng.exponential())}), list[float]()
+    first = machine.lane("sim", "sim-0")
+    await machine.aclose([first], deadline_s=1)
+    for number in range(2):
+        began = now()
+        await machine.lane("sim", f"sim-{number}").run(int)
+        ends.append(now() - began)
+        await machine.aclose(deadline_s=1)
+    assert ends[0] != ends[1]
+
+
 @pytest.mark.timeout(5)
 def test_a_thread_pool_that_is_shut_down_does_not_stop_the_clock() -> None:
     async def main() -> float:

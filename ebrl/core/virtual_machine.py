@@ -200,6 +200,7 @@ class VirtualMachine:
         self._servers: dict[str, _Servers] = {}
         self._seed = seed
         self._lanes: list[VirtualLane] = []
+        self._num_lanes = 0  # made so far: the key of the next one's draws
 
     @property
     def sm_units(self) -> int:
@@ -221,7 +222,7 @@ class VirtualMachine:
         loop = self._here()
         if kind not in self._servers:
             self._servers[kind] = _Servers(self._units.get(kind, 1))
-        law, rng = self._laws.get(kind), stream(self._seed, Domain.LATENCY, len(self._lanes))
+        law, rng = self._laws.get(kind), stream(self._seed, Domain.LATENCY, self._num_lanes)
 
         def seconds(n: int) -> float:
             return law(n, rng) if law is not None and n else 0.0
@@ -234,6 +235,7 @@ class VirtualMachine:
 
         lane = VirtualLane(loop, name, pool, units, self._servers[kind], seconds, run_for)
         self._lanes.append(lane)
+        self._num_lanes += 1
         return lane
 
     async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
@@ -242,11 +244,12 @@ class VirtualMachine:
         for lane in self._lanes:
             if lanes is None or lane in lanes:
                 lane.close()
+        self._lanes = [lane for lane in self._lanes if lanes is not None and lane not in lanes]
         return []
 
     def _here(self) -> asyncio.AbstractEventLoop:
         # The running loop. What was in flight on another one has ended with it.
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop, self._servers, self._lanes = loop, {}, []
+            self._loop, self._servers, self._lanes, self._num_lanes = loop, {}, [], 0
         return loop
