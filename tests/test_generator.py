@@ -379,10 +379,11 @@ async def test_a_generator_that_was_not_started_says_so() -> None:
     assert gen.statistics() == {}
 
 
+@pytest.mark.parametrize("value", [0, 1.5])
 @pytest.mark.parametrize("name", ["lanes", "threads"])
-def test_numbers_out_of_range(name: str) -> None:
-    options: dict[str, Any] = {name: 0}
-    with pytest.raises(ConfigError, match=rf"Generator\.{name} must be at least 1, got 0"):
+def test_numbers_out_of_range(name: str, value: float) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=rf"Generator\.{name} must be a whole number of at least 1, got {value}"):
         Generator(ScriptedPolicy(SPEC), **options)
 
 

@@ -297,6 +297,8 @@ OWN = r"a generator is told by its own arguments: Generator\(policy"
         ({"cores": {"gpu": 1}}, "pin: no stage 'gpu' shares the cores; these do: sim"),
         ({"cores": {"sim": 0}}, "pin: 'cores' of 'sim' must be a number above 0, got 0"),
         ({"cores": {"sim": float("nan")}}, "pin: 'cores' of 'sim' must be a number above 0, got nan"),
+        ({"cores": {"sim": True}}, "pin: 'cores' of 'sim' must be a number above 0, got True"),
+        ({"cores": {"sim": 10**400}}, "pin: 'cores' of 'sim' must be from 1e-09 to .{1,60}"),
         ({"cores": {"sim": "all"}}, "pin: 'cores' of 'sim' must be a number above 0, got 'all'"),
         ({"partition": 2, "cores": {"sim": -1}}, "pin: 'cores' of 'sim' must be a number above 0, got -1"),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
+import random
 import sys
 import threading
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from ebrl.core.errors import Closed, ConfigError, PoolError
+from ebrl.core.leases import Lease
 from ebrl.core.machine import LocalMachine
 from ebrl.core.protocols import Lane, Machine
 from ebrl.core.runtime import LEAST_S, SWITCH_INTERVAL_S, YOUNG_THRESHOLD, Runtime
@@ -218,10 +221,29 @@ async def test_a_runtime_is_used_inside_its_block_only() -> None:
     assert log == []
 
 
-@pytest.mark.parametrize(("values", "message"), [({"seed": -1}, "seed"), ({"grace_s": 0}, "grace_s")])
-def test_bad_values(values: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_runtime(**values)
+HALF = GpuModel(2.5, {}, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"grace_s": 0}, "grace_s must be a number above 0"),
+        ({"grace_s": math.nan}, "grace_s must be a number above 0"),
+        ({"profile": {"version": 1}}, "profile must be a file, .* got a dict"),
+        ({"machine": VirtualMachine({}, gpu=HALF)}, "units of pool 'sm' must be a whole number"),
+    ],
+)
+def test_bad_values(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        Runtime(**values)
+
+
+@pytest.mark.parametrize("options", [{"num_cores": 1.5}, {"num_cores": 0}, {"servers": {"gen": math.nan}}])
+def test_a_machine_has_whole_cores_and_servers(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^(num_cores|servers\['gen'\]) must be a whole number of at least 1, got"):
+        VirtualMachine({}, **options)
 
 
 @pytest.mark.hogs("gc.get_freeze_count() walks over all objects of the process")
@@ -374,3 +396,23 @@ async def test_a_gpu_is_left_undivided_for_the_next_runtime() -> None:
                 if caught is not None:
                     raise ValueError("body")
     assert machine.gpu.partition is None
+
+
+@virtually
+async def test_a_division_is_lent_as_it_stands_whoever_had_units_meanwhile() -> None:
+    rng = random.Random(0)
+    async with Runtime(sharing_machine()) as rt:
+        sm, held = rt.resources.pool("sm"), list[Lease]()
+        for _ in range(50):
+            for lease in held:
+                lease.release()
+            held = [await sm.acquire(rng.randint(1, sm.free), "user")] if sm.free else []
+            for _ in range(rng.randint(1, 4)):  # some are not lent before the next one comes
+                gen = rng.randrange(8)
+                rt.tuning._set("partition", gen)
+            while held:
+                held.pop().release()
+            now = sm.statistics()
+            assert (now.holding, now.waiting) == ({"gen": gen, "train": 8 - gen} if gen else {}, ())
+            rt.tuning._set("partition", 0)
+            assert sm.free == 8

@@ -8,6 +8,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -18,6 +19,7 @@ from ebrl.core.lanes import Mailbox
 from ebrl.core.leases import Lease, Lender
 from ebrl.core.pools import Pool
 from ebrl.core.tokens import BORROWED, OF_PARENT, OWN, TokenBucket
+from ebrl.core.virtual import run_virtual
 from tests.helpers import virtually
 
 Law = Callable[[], float]
@@ -358,7 +360,8 @@ def test_the_order_of_the_classes() -> None:
     clock.run(5.0)
     for bucket in (over, child, under):
         bucket.request(1, leases.append, bucket.name)
-    assert [bucket.rank(clock())[0] for bucket in (over, child, under)] == [BORROWED, OF_PARENT, OWN]
+    first = {account: 0 for bucket in pool.buckets for account in bucket.path}
+    assert [bucket.rank(clock(), first)[0] for bucket in (over, child, under)] == [BORROWED, OF_PARENT, OWN]
     for index in (2, 3, 4):
         leases[index].release()
     assert [lease.who for lease in leases[3:]] == [under.name, "child", over.name]
@@ -376,6 +379,26 @@ def test_ties_go_by_arrival_and_one_queue_is_first_come_first_served() -> None:
     for lease in leases:
         lease.release()
     assert [lease.who for lease in leases] == ["direct", "c0", "a0", "b0", "a1", "c1"]
+
+
+@settings(max_examples=60)
+@given(st.permutations(["top", "a", "b", "c", "deep"]))
+def test_ties_go_by_arrival_whatever_the_depth(order: list[str]) -> None:
+    pool = Pool("cores", 1, clock=lambda: 0.0)
+    left, right = (TokenBucket(name, pool, rate=1) for name in ("left", "right"))
+    inner = TokenBucket("inner", right, rate=1)
+    parents: dict[str, Pool | TokenBucket] = {"top": pool, "a": left, "b": left, "c": right, "deep": inner}
+    buckets = {name: TokenBucket(name, parent, rate=1) for name, parent in parents.items()}
+    leases = list[Lease]()
+    pool.request(1, leases.append)
+    for who in order:
+        buckets[who].request(1, leases.append, who)
+    top_of = {"top": "top", "a": "left", "b": "left", "c": "right", "deep": "right"}
+    tops = list(dict.fromkeys(top_of[who] for who in order))  # in the order in which somebody asked through them
+    expected = sorted(order, key=lambda who: (tops.index(top_of[who]), order.index(who)))
+    assert [bucket.name for bucket in pool._ranked(0.0)] == expected
+    leases[0].release()
+    assert leases[1].who == order[0]
 
 
 def test_a_wide_request_is_not_starved_by_single_units() -> None:
@@ -511,24 +534,46 @@ def test_statistics() -> None:
 
 def test_errors_name_the_thing_and_the_way_out() -> None:
     pool = Pool("cores", 4)
-    with pytest.raises(ConfigError, match="rate of bucket 'sim' must be above 0 and finite, got 0"):
-        TokenBucket("sim", pool, rate=0)
-    with pytest.raises(ConfigError, match="burst_s of bucket 'sim' must be above 0 and finite, got inf"):
+    with pytest.raises(ConfigError, match=r"burst_s of bucket 'sim' must be from 1e-09 to .*, got inf"):
         TokenBucket("sim", pool, rate=1, burst_s=math.inf)
-    with pytest.raises(ConfigError, match=r"ceiling of bucket 'sim' must be 1 .* to 4 \(pool 'cores'\), got 5"):
+    with pytest.raises(ConfigError, match=r"ceiling of bucket 'sim' of pool 'cores' must be a whole .* to 4, got 5"):
         TokenBucket("sim", pool, rate=1, ceiling=5)
     assert len(pool.statistics().buckets) == 1
     sim = TokenBucket("sim", pool, rate=1, ceiling=3)
     with pytest.raises(PoolError, match=r"lane-0 asked 4 of the 3 units of bucket 'sim' of pool 'cores': .* ceiling"):
         sim.expect(4, "lane-0")
     sim.request(2, lambda lease: None)
-    with pytest.raises(ConfigError, match=r"must be 2 \(the widest request\) to 4"):
+    with pytest.raises(ConfigError, match=r"widest request is 2\) must be a whole number from 2 to 4"):
         sim.set(ceiling=1)
-    with pytest.raises(ConfigError, match="rate of bucket 'sim'"):
-        sim.set(rate=math.nan)
     with pytest.raises(ConfigError, match="'sim' was asked for units itself: make its children before"):
         TokenBucket("child", sim, rate=1)
     parent = TokenBucket("parent", pool, rate=1)
     TokenBucket("child", parent, rate=1)
     with pytest.raises(PoolError, match="'parent' of pool 'cores' is divided: ask one of its children"):
         parent.request(1, lambda lease: None)
+
+
+@pytest.mark.parametrize("units", [1.5, 2.0, math.nan, math.inf, True, "1", None])
+def test_units_are_whole_numbers(units: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^units of pool 'cores' must be a whole number of at least 1, got"):
+        Pool("cores", units)
+    pool = Pool("cores", 4)
+    sim = TokenBucket("sim", pool, rate=2)
+    pool.request(3, lambda lease: lease.release())
+    for ask in (pool.request, sim.request):
+        with pytest.raises(ConfigError, match=r"^lane-0 asked .* units of pool 'cores', which lends whole ones$"):
+            ask(units, lambda lease: None, "lane-0")
+    with pytest.raises(ConfigError, match="lends whole ones"):
+        run_virtual(pool.acquire(units))
+    if units is not None:
+        with pytest.raises(ConfigError, match=r"^ceiling of bucket 'sim' of pool 'cores' must be a whole number"):
+            sim.set(ceiling=units)
+    assert (pool.free, sim.account.ceiling) == (4, 4)
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, math.nan, math.inf, 10**400, 1e300, 1e-300, "1", True])
+def test_rates_are_numbers_that_arithmetic_can_take(rate: Any) -> None:
+    sim = TokenBucket("sim", Pool("cores", 4), rate=2)
+    with pytest.raises(ConfigError, match=r"^rate of bucket 'sim' must be .{1,80}$"):
+        sim.set(rate=rate)
+    assert sim.account.rate == 2

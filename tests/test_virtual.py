@@ -384,6 +384,41 @@ async def test_a_closed_lane_runs_nothing_that_has_not_begun() -> None:
         lane.run(int)
 
 
+@virtually
+async def test_a_call_that_waits_for_a_server_has_not_begun() -> None:
+    machine, pool, ran = VirtualMachine({"gen": lambda n, rng: 1.0}), Pool("cores", 2), list[str]()
+    lanes = [machine.lane("gen", name, pool) for name in "ab"]  # and one server
+    first, second = (lane.run(ran.append, lane.name) for lane in lanes)
+    await settle()
+    await machine.aclose(deadline_s=1)
+    await first
+    await asyncio.sleep(5)
+    assert (ran, second.cancelled()) == (["a"], True)
+    assert pool.statistics().free == 2
+
+
+@pytest.mark.parametrize("gpu", [None, GPU])
+def test_another_loop_finds_a_machine_as_it_was_made(gpu: GpuModel | None) -> None:
+    def make() -> VirtualMachine:
+        laws = dict.fromkeys(("gen", "train", "sim"), lambda n, rng: 0.5 + float(rng.exponential()))
+        return VirtualMachine(laws, num_cores=2, gpu=gpu)
+
+    async def main(machine: VirtualMachine, until_s: float) -> list[float | None]:
+        await machine.aclose(deadline_s=1)  # of what was begun on another loop it knows nothing
+        lanes = [machine.lane(kind, f"{kind}-{i}") for kind in ("gen", "train", "sim") for i in range(3)]
+        began = [lane.run(now) for lane in lanes for _ in range(2)]
+        await asyncio.wait(began, timeout=until_s)
+        if gpu is not None:
+            machine.divide({"gen": 1, "train": 7})
+        return [call.result() if call.done() else None for call in began]
+
+    alone, machine = run_virtual(main(make(), 100)), make()
+    for until_s in (1.0, 2.0, 100):
+        began = run_virtual(main(machine, until_s))
+        assert (None in began) == (until_s < 100), "some calls were in flight when their loop ended"
+    assert began == alone
+
+
 def test_latencies_depend_on_the_seed_and_the_lane_alone() -> None:
     async def main(seed: int, others: int) -> list[float]:
         machine = VirtualMachine({"sim": lambda n, rng: float(rng.exponential())}, seed=seed)
@@ -397,6 +432,19 @@ def test_latencies_depend_on_the_seed_and_the_lane_alone() -> None:
 
     assert run_virtual(main(0, 0)) == run_virtual(main(0, 5))
     assert run_virtual(main(0, 0)) != run_virtual(main(1, 0))
+
+
+@virtually
+async def test_a_lane_that_comes_after_one_was_closed_draws_for_itself() -> None:
+    machine, ends = VirtualMachine({"sim": lambda n, rng: float(rng.exponential())}), list[float]()
+    first = machine.lane("sim", "sim-0")
+    await machine.aclose([first], deadline_s=1)
+    for number in range(2):
+        began = now()
+        await machine.lane("sim", f"sim-{number}").run(int)
+        ends.append(now() - began)
+        await machine.aclose(deadline_s=1)
+    assert ends[0] != ends[1]
 
 
 @pytest.mark.timeout(5)

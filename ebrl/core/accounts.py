@@ -15,9 +15,7 @@ Both are counted from what is held from moment to moment; a wrong prediction is 
 
 from __future__ import annotations
 
-import math
-
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import amount
 
 FEW = 4  # leases per unit that a claim at its ceiling may be behind: it is behind by some just because use is lumpy
 
@@ -69,8 +67,6 @@ class Account:
         Raises:
             ConfigError: `burst_s` out of range.
         """
-        if not 0 < burst_s < math.inf:
-            raise ConfigError(f"burst_s of bucket {name!r} must be above 0 and finite, got {burst_s}")
         self.name = name
         self.ceiling = ceiling
         self.widest = 0
@@ -79,7 +75,7 @@ class Account:
         self.used = 0.0
         self.inner = Front()
         self._front = front
-        self._burst_s = burst_s
+        self._burst_s = amount(f"burst_s of bucket {name!r}", burst_s)
         self._then_s = 0.0  # a full level earns nothing: the clock need not be known yet
         self._ends = 0.0  # sum of units * expected end over the leases: what is to come of them is then one product
         self._base = 0.0  # use at which the turn was 0
@@ -93,8 +89,7 @@ class Account:
         Raises:
             ConfigError: It is not above 0 and finite.
         """
-        if not 0 < rate < math.inf:
-            raise ConfigError(f"rate of bucket {self.name!r} must be above 0 and finite, got {rate}")
+        rate = amount(f"rate of bucket {self.name!r}", rate)
         self.accrue(now_s)
         self._base = self.used - (self.used - self._base) / self.rate * rate  # the turn stays
         self.rate = rate

@@ -15,9 +15,21 @@
     ├── PoolError (also RuntimeError)      more units asked or returned than a pool has
     ├── Closed (also RuntimeError)         a call on a service that has ended
     └── Deadlock (also RuntimeError)       virtual time: everybody waits and nothing is scheduled
+
+`whole` and `amount` check the numbers that users give.
 """
 
 from __future__ import annotations
+
+import reprlib
+from numbers import Integral, Real
+from typing import Any
+
+MOST = 2**53
+"""Units of anything: floats count that far."""
+
+LEAST = 1e-9
+"""Of an amount."""
 
 IN_CHILD = "EBRL_IN_CHILD"
 """Environment variable that is set in processes which host simulators."""
@@ -78,3 +90,43 @@ class Closed(EbrlError, RuntimeError):
 
 class Deadlock(EbrlError, RuntimeError):
     """In virtual time: every task waits and no timer is armed. Carries a who-waits-for-what table."""
+
+
+def is_a(kind: type, value: Any) -> bool:
+    """Whether `value` is a number of that kind (`numbers.Integral`, `numbers.Real`); True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def whole(what: str, value: Any, least: int = 1, most: int = MOST) -> int:
+    """Return a number of things.
+
+    Args:
+        what: It is, for the message.
+        value: What the user gave.
+        least: That it may be.
+        most: That it may be.
+
+    Raises:
+        ConfigError: It is no whole number, or out of range.
+    """
+    if not is_a(Integral, value) or not least <= value <= most:
+        to = f"from {least} to {most}" if most != MOST else f"of at least {least}"
+        raise ConfigError(f"{what} must be a whole number {to}, got {reprlib.repr(value)}")
+    return int(value)
+
+
+def amount(what: str, value: Any) -> float:
+    """Return a positive number with which arithmetic is safe.
+
+    Args:
+        what: It is, for the message.
+        value: What the user gave.
+
+    Raises:
+        ConfigError: It is no number above 0, or too small or too large for one.
+    """
+    if not is_a(Real, value) or not value > 0:
+        raise ConfigError(f"{what} must be a number above 0, got {reprlib.repr(value)}")
+    if not LEAST <= value <= MOST:
+        raise ConfigError(f"{what} must be from {LEAST:g} to {MOST:g}, got {reprlib.repr(value)}")
+    return float(value)

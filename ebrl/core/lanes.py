@@ -239,7 +239,8 @@ class ThreadLane:
         """End the thread behind its running call; calls that were not sent are forgotten.
 
         Returns:
-            False when it still ran after `deadline_s`: it is then given up, and named in the log with its stack.
+            False when it still ran after `deadline_s`: it is then given up, and named in the log with its stack. Its
+            units of the pool go back: the thread may still use a core, but else the pool would shrink for good.
         """
         if not self._closed:
             self._closed = True
@@ -251,9 +252,9 @@ class ThreadLane:
             return True
         frame = sys._current_frames().get(self.thread.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else "(no stack)"
-        logger.error(
-            "lane %s is lost: its call did not return within %.1f s; it runs here:\n%s", self._name, deadline_s, stack
-        )
+        lost = "lane %s is lost: its call did not return within %.1f s; its units go back, its thread runs on here:\n%s"
+        logger.error(lost, self._name, deadline_s, stack)
+        self.mailbox.settle(self.mailbox.outstanding)
         return False
 
     def _work(self) -> None:

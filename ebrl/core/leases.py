@@ -24,6 +24,7 @@ class Lender(Protocol):
         """Say that requests of `units` will come.
 
         Raises:
+            ConfigError: `units` is no whole number.
             PoolError: They could never be served.
         """
 
@@ -36,6 +37,7 @@ class Lender(Protocol):
             who: For statistics.
 
         Raises:
+            ConfigError: `units` is no whole number.
             PoolError: They could never be served.
         """
 
@@ -47,6 +49,7 @@ class Lender(Protocol):
             who: For statistics.
 
         Raises:
+            ConfigError: `units` is no whole number.
             PoolError: They could never be served.
         """
 

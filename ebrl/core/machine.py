@@ -9,14 +9,14 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, whole
 from ebrl.core.lanes import Completions, ThreadLane
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane
 
 
 class LocalMachine:
-    """The computer we run on. Lanes belong to the loop that first asks for one."""
+    """The computer we run on. Lanes belong to the loop that asks for them, and end before another one does."""
 
     real = True
     on_cores = frozenset({"sim", "gen", "train"})
@@ -29,11 +29,9 @@ class LocalMachine:
             num_cores: Simulator calls that may run at once; default: the cores this process may use.
 
         Raises:
-            ConfigError: `num_cores` is below 1.
+            ConfigError: `num_cores` is no whole number of at least 1.
         """
-        if num_cores is not None and num_cores < 1:
-            raise ConfigError(f"num_cores must be at least 1, got {num_cores}")
-        self.num_cores = num_cores or available_cores()
+        self.num_cores = available_cores() if num_cores is None else whole("num_cores", num_cores)
         self.memory_mib = physical_memory_mib()
         self._completions: Completions | None = None
         self._lanes: list[ThreadLane] = []
@@ -48,18 +46,24 @@ class LocalMachine:
 
     def lane(self, kind: str, name: str, pool: Lender | None = None, units: int = 1) -> ThreadLane:
         """Start a thread; see `ebrl.core.protocols.Machine.lane`. `kind` makes no difference here."""
-        if self._completions is None:
-            self._completions = Completions(asyncio.get_running_loop())
-        lane = ThreadLane(self._completions, name, pool, units)
+        lane = ThreadLane(self._here(), name, pool, units)
         self._lanes.append(lane)
         return lane
 
     async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
         """End lanes behind their running calls, all under one deadline; return the names of those given up."""
+        self._here()
         chosen = [lane for lane in self._lanes if lanes is None or lane in lanes]
-        self._lanes = [lane for lane in self._lanes if lane not in chosen]
         ended = await asyncio.gather(*(lane.aclose(deadline_s) for lane in chosen))
+        self._lanes = [lane for lane in self._lanes if lane not in chosen]  # all are still there if this was cancelled
         return [lane.name for lane, ok in zip(chosen, ended, strict=True) if not ok]
+
+    def _here(self) -> Completions:
+        # Those of the running loop; lanes of another one cannot be told to end from here.
+        loop = asyncio.get_running_loop()
+        if self._completions is None or self._completions.loop is not loop:
+            self._completions, self._lanes = Completions(loop), []
+        return self._completions
 
 
 def physical_memory_mib() -> int:

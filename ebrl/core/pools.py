@@ -5,7 +5,8 @@ rejected for this job: a limit of 8 kept 8 cores at 1.00, a limiter with predict
 `ebrl.core.tokens.TokenBucket` only rank those who wait:
 
 - entitled buckets first, then those that live on what their parent leaves unused, then those that just borrow;
-- within each class the bucket that was served least for its rate, then the one that asked first;
+- within each class the bucket that was served least for its rate, then the one that asked first; where two are not side
+  by side, those of their parents that are: a parent asks when the first of its waiting children does;
 - a bucket at its ceiling is passed over.
 
 The first in this order is not overtaken: while it waits for more units than are free, these are kept for it, so that
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ebrl.core.accounts import Account, Front
-from ebrl.core.errors import ConfigError, PoolError
+from ebrl.core.errors import PoolError, whole
 from ebrl.core.leases import Lease, Lender, Ticket
 from ebrl.core.tokens import BucketStatistics, TokenBucket
 
@@ -99,17 +100,14 @@ class Pool:
 
         Args:
             name: For messages.
-            units: At least 1.
+            units: A whole number, at least 1.
             clock: In seconds, never goes back; default: that of the running loop.
 
         Raises:
-            ConfigError: `units` is below 1.
+            ConfigError: `units` is no whole number of at least 1.
         """
-        if units < 1:
-            raise ConfigError(f"pool {name!r} needs at least 1 unit, got {units}")
         self.name = name
-        self.units = units
-        self.free = units
+        self.units = self.free = whole(f"units of pool {name!r}", units)
         self.clock = clock or self._loop_time
         self.buckets: list[TokenBucket] = []
         self.waiting: list[TokenBucket] = []
@@ -192,11 +190,9 @@ class Pool:
 
     def _next(self) -> TokenBucket | None:
         # The first in rank that no ceiling blocks; None if it has to wait for units, as everybody behind it then does.
-        waiting, now_s = self.waiting, self.clock()
-        if len(waiting) > 1:
-            waiting = sorted(waiting, key=lambda bucket: bucket.rank(now_s))
+        now_s = self.clock()
         collecting: list[Account] = []
-        for bucket in waiting:
+        for bucket in self._ranked(now_s):
             units = bucket.queue[0].units
             full = bucket.blocked_by(units)
             if full is not None:
@@ -205,6 +201,16 @@ class Pool:
             elif not collecting or not any(account in collecting for account in bucket.path):
                 return bucket if units <= self.free else None
         return None
+
+    def _ranked(self, now_s: float) -> list[TokenBucket]:
+        if len(self.waiting) == 1:
+            return self.waiting
+        first: dict[Account, int] = {}  # arrival
+        for bucket in self.waiting:
+            number = bucket.queue[0].number
+            for account in bucket.path:
+                first[account] = min(number, first.get(account, number))
+        return sorted(self.waiting, key=lambda bucket: bucket.rank(now_s, first))
 
 
 class ResourceManager:

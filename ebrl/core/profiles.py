@@ -25,7 +25,12 @@ class Profiles:
         Args:
             machine: That the services run on.
             saved: What is known; None: nothing.
+
+        Raises:
+            ConfigError: `saved` is something else.
         """
+        if saved is not None and not isinstance(saved, SavedProfiles):
+            raise ConfigError(f"profile must be a file, or what `load` found in one, got a {type(saved).__name__}")
         self._machine = machine
         self._saved = saved
         self._profiles: dict[tuple[str, str], StageProfile] = {}

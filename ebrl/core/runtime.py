@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ebrl.core.errors import IN_CHILD, UNGUARDED, Closed, ConfigError
+from ebrl.core.errors import IN_CHILD, UNGUARDED, Closed, ConfigError, amount, whole
 from ebrl.core.events import EventLog
 from ebrl.core.machine import LocalMachine
 from ebrl.core.pools import Pool, ResourceManager
@@ -89,15 +89,12 @@ class Runtime:
             grace_s: How long the end may wait for running calls.
 
         Raises:
-            ConfigError: `seed` is negative or `grace_s` not positive; a pin that is no knob of this machine, or out of
-                range; or `profile` is no file of profiles.
+            ConfigError: `seed` is no whole number or negative; `grace_s` is not positive; a pin that is no knob of this
+                machine, or out of range; or `profile` is no file of profiles.
         """
-        if seed < 0:
-            raise ConfigError(f"seed must not be negative, got {seed}")
-        if grace_s <= 0:
-            raise ConfigError(f"grace_s must be positive, got {grace_s}")
+        self.seed = whole("seed", seed, least=0, most=2**64 - 1)
+        self._grace_s = amount("grace_s", grace_s)
         self.machine: Machine = machine or LocalMachine()
-        self.seed = seed
         self.deterministic = deterministic
         self.trace = trace
         self.events = EventLog(Path(record)) if record is not None else None
@@ -122,7 +119,6 @@ class Runtime:
             pins=pin,
         )
         self.profiles = Profiles(self.machine, load(Path(profile)) if isinstance(profile, str | Path) else profile)
-        self._grace_s = grace_s
         self._scope = Scope()
         self._exit = AsyncExitStack()
         self._services: dict[str, tuple[Service, asyncio.Task[None]]] = {}

@@ -10,12 +10,13 @@ What the numbers mean is in `ebrl.core.accounts`, who is next in `ebrl.core.pool
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias
 
 from ebrl.core.accounts import Account
-from ebrl.core.errors import ConfigError, PoolError
+from ebrl.core.errors import ConfigError, PoolError, is_a, whole
 from ebrl.core.leases import Lease, Ticket, acquire
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ FIRST_HOLD_S = 0.001  # expected of a lease before one has ended
 NEWEST = 0.1  # weight of the newest hold time in the prediction
 OWN, OF_PARENT, BORROWED = 0, 1, 2  # under the own rate, on what a parent leaves unused, above both
 
-Rank: TypeAlias = tuple[int, tuple[float, ...], int]
-"""``(class, turns from the top down, arrival)``: the smallest is next."""
+Rank: TypeAlias = tuple[int, tuple[tuple[float, int], ...]]
+"""``(class, turn and arrival from the top down)``: the smallest is next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class TokenBucket:
         Args:
             name: For messages.
             parent: The pool, or the bucket whose claim this one shares with its other children.
-            rate: Units, above 0. If the rates of a pool add up to more than its units, they count in proportion.
+            rate: Units, above 0, not always whole. If the rates of a pool add up to more than its units, they count in
+                proportion.
             burst_s: Seconds of the rate that may be saved up, above 0.
             ceiling: Most units held at once; None: all that the pool has.
 
@@ -142,6 +144,9 @@ class TokenBucket:
         """See `ebrl.core.leases.Lender`."""
         if self._divided:
             raise PoolError(f"bucket {self.name!r} of pool {self.pool.name!r} is divided: ask one of its children")
+        if not is_a(Integral, units):
+            whose = f"pool {self.pool.name!r}"
+            raise ConfigError(f"{who or 'somebody'} asked {units!r} units of {whose}, which lends whole ones")
         for account in self.path:
             if not 1 <= units <= account.ceiling:
                 whose = f"pool {self.pool.name!r}"
@@ -154,7 +159,7 @@ class TokenBucket:
 
     def request(self, units: int, grant: Callable[[Lease], None], who: str = "") -> Ticket:
         """See `ebrl.core.leases.Lender`."""
-        if not 1 <= units <= self._asked:
+        if type(units) is not int or not 1 <= units <= self._asked:
             self.expect(units, who)
         pool = self.pool
         ticket = Ticket(self, units, grant, who or self.name)
@@ -179,11 +184,10 @@ class TokenBucket:
             ConfigError: A number out of range, or a ceiling below what one request asks.
         """
         account, pool = self.account, self.pool
-        if ceiling is not None and not max(1, account.widest) <= ceiling <= pool.units:
-            raise ConfigError(
-                f"ceiling of bucket {self.name!r} must be {max(1, account.widest)} (the widest request) to "
-                f"{pool.units} (pool {pool.name!r}), got {ceiling}"
-            )
+        if ceiling is not None:
+            why = f" (the widest request is {account.widest})" if account.widest > 1 else ""
+            what = f"ceiling of bucket {self.name!r} of pool {pool.name!r}{why}"
+            ceiling = whole(what, ceiling, max(1, account.widest), pool.units)
         if rate is not None:
             account.change_rate(rate, pool.clock())
         if ceiling is not None:
@@ -212,14 +216,19 @@ class TokenBucket:
             raise ConfigError(f"bucket {self.name!r} was asked for units itself: make its children before that")
         self._divided = True
 
-    def rank(self, now_s: float) -> Rank:
-        """Where the first in the queue stands among all that wait."""
+    def rank(self, now_s: float, first: Mapping[Account, int]) -> Rank:
+        """Where the first in the queue stands among all that wait.
+
+        Args:
+            now_s: When.
+            first: By account, when the first of those asked who wait in its queue or in those of its children.
+        """
         kind, path = BORROWED, self.path
         if self.account.level(now_s) > 0:
             kind = OWN
         elif any(account.level(now_s) > 0 for account in path[1:]):
             kind = OF_PARENT
-        return kind, tuple(account.turn_s(now_s) for account in reversed(path)), self.queue[0].number
+        return kind, tuple((account.turn_s(now_s), first[account]) for account in reversed(path))
 
     def blocked_by(self, units: int) -> Account | None:
         """Return the innermost account whose ceiling forbids `units` more now; None if they may be lent."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ebrl.core.errors import ConfigError
-from ebrl.core.leases import Lease
+from ebrl.core.errors import ConfigError, amount, whole
+from ebrl.core.leases import Lease, Ticket
 from ebrl.core.pools import ResourceManager
 from ebrl.core.protocols import Machine
 from ebrl.core.readings import CoreReading, GenReading, Knob, Move, Reading, SimReading, TrainReading
@@ -106,6 +105,7 @@ class Tuning:
         self._machine = machine
         self._resources = resources
         self._division: list[Lease] = []
+        self._asked: list[Ticket] = []
         self._claims = dict(claims or {})
         self._trace = trace
         self._generators: list[TunedGenerator] = []
@@ -223,13 +223,15 @@ class Tuning:
         rest = self._machine.sm_units - gen_units
         self._machine.divide({"gen": gen_units, "train": rest} if gen_units else None)
         self._gen_units = gen_units
+        for ticket in self._asked:
+            ticket.cancel()
         for lease in self._division:
             lease.release()
-        self._division = []
+        self._asked, self._division = [], []
         if gen_units:
             pool = self._resources.pool("sm")
             for who, units in (("gen", gen_units), ("train", rest)):
-                pool.request(units, self._division.append, who)
+                self._asked.append(pool.request(units, self._division.append, who))
 
 
 def _check_pin(knob: str, value: Any, machine: Machine, stages: Sequence[str]) -> None:
@@ -240,19 +242,13 @@ def _check_pin(knob: str, value: Any, machine: Machine, stages: Sequence[str]) -
         hint = f"; a generator is told by its own arguments: {GENERATOR_PINS[knob]}" if knob in GENERATOR_PINS else ""
         raise ConfigError(f"pin: {knob!r} is no knob of this machine, which has {names}{hint}")
     if knob == "concurrency":
-        _check_units(knob, value, 1, machine.num_cores)
+        whole(f"pin: {knob!r}", value, 1, machine.num_cores)
     elif knob == "partition":
-        _check_units(knob, value, 0, machine.sm_units - 1)
+        whole(f"pin: {knob!r}", value, 0, machine.sm_units - 1)
     elif not isinstance(value, Mapping) or not value:
         raise ConfigError(f"pin: {knob!r} must be units by stage ({', '.join(stages)}), got {value!r}")
     else:
         for stage, rate in value.items():
             if stage not in stages:
                 raise ConfigError(f"pin: no stage {stage!r} shares the cores; these do: {', '.join(stages)}")
-            if not isinstance(rate, int | float) or not 0 < rate < math.inf:
-                raise ConfigError(f"pin: {knob!r} of {stage!r} must be a number above 0, got {rate!r}")
-
-
-def _check_units(knob: str, value: Any, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise ConfigError(f"pin: {knob!r} must be a whole number from {least} to {most}, got {value!r}")
+            amount(f"pin: {knob!r} of {stage!r}", rate)

@@ -44,6 +44,8 @@ class _Job:
 class VirtualGpu:
     """Jobs that share the units; speeds are divided anew whenever one begins or ends.
 
+    Jobs and partition belong to the running loop; another loop finds none.
+
     Attributes:
         model: What it is.
         lends: Whether a partition lends what nobody uses; False: each kind has its units and no more, as with whole
@@ -53,6 +55,7 @@ class VirtualGpu:
     def __init__(self, model: GpuModel) -> None:
         self.model = model
         self.lends = True
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._partition: Mapping[str, int] | None = None
         self._jobs: list[_Job] = []
         self._since_s = 0.0
@@ -86,7 +89,10 @@ class VirtualGpu:
         return {job.kind: job.rate for job in self._jobs}
 
     def _advance(self) -> None:
-        now_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._partition, self._jobs, self._timer = loop, None, [], None
+        now_s = loop.time()
         for job in self._jobs:
             job.left_s -= job.rate * (now_s - self._since_s)
         self._since_s = now_s

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import Closed, ConfigError, whole
 from ebrl.core.lanes import Call, Mailbox, Result, deliver, execute
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane
@@ -91,8 +91,8 @@ class VirtualLane:
         self._servers = servers
         self._law = law
         self._run_for = run_for
-        self._queue: deque[Call] = deque()
-        self._running: Call | None = None
+        self._queue: deque[Call] = deque()  # what has not begun
+        self._busy = False  # with a call, or with waiting for a server
         self._closed = False
         self._busy_s = 0.0
         self._mailbox = Mailbox(loop, pool, self._take, name, units)
@@ -127,17 +127,16 @@ class VirtualLane:
 
     def _take(self, calls: list[Call]) -> None:
         self._queue.extend(calls)
-        if self._running is None:
+        if not self._busy:
             self._next()
 
     def _next(self) -> None:
         if self._queue:
-            self._running = self._queue.popleft()
+            self._busy = True
             self._servers.take(self._begin)
 
     def _begin(self) -> None:
-        call = self._running
-        assert call is not None
+        call = self._queue.popleft()
         future, _, _, n = call
         law_s = 0.0 if future.cancelled() else self._law(n)
         result, spent_s = _execute(call)
@@ -147,15 +146,15 @@ class VirtualLane:
     def _finish(self, result: Result, began_s: float) -> None:
         self._busy_s += self._loop.time() - began_s
         self._servers.give_back()
-        self._running = None
+        self._busy = False
         self._mailbox.settle()
         deliver(result)
-        if self._running is None:
+        if not self._busy:
             self._next()
 
 
 class VirtualMachine:
-    """A machine that exists as numbers.
+    """A machine that exists as numbers. Another event loop finds it as it was made: nothing runs, no draw was made.
 
     Example:
         >>> machine = VirtualMachine({"sim": lambda n, rng: 0.02, "gen": lambda n, rng: 0.004 + 0.0002 * n})
@@ -186,16 +185,22 @@ class VirtualMachine:
             gpu: What some kinds share; their laws then hold for all of it alone.
             memory_mib: What simulators share that say how much they take.
             seed: Of the latencies; every lane draws from a stream of its own.
+
+        Raises:
+            ConfigError: `num_cores` or one of `servers` is no whole number of at least 1.
         """
-        self.num_cores = num_cores
+        self.num_cores = whole("num_cores", num_cores)
         self.memory_mib = memory_mib
         self.gpu = VirtualGpu(gpu) if gpu is not None else None
         self._laws = dict(laws)
         self.on_cores = frozenset(on_cores)
-        self._units = {**dict.fromkeys(("sim", *self.on_cores), num_cores), **(servers or {})}
+        given = {kind: whole(f"servers[{kind!r}]", num) for kind, num in (servers or {}).items()}
+        self._units = {**dict.fromkeys(("sim", *self.on_cores), self.num_cores), **given}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._servers: dict[str, _Servers] = {}
         self._seed = seed
         self._lanes: list[VirtualLane] = []
+        self._num_lanes = 0  # made so far: the key of the next one's draws
 
     @property
     def sm_units(self) -> int:
@@ -214,14 +219,13 @@ class VirtualMachine:
 
     def lane(self, kind: str, name: str, pool: Lender | None = None, units: int = 1) -> VirtualLane:
         """Make a lane; see `ebrl.core.protocols.Machine.lane`."""
+        loop = self._here()
         if kind not in self._servers:
             self._servers[kind] = _Servers(self._units.get(kind, 1))
-        law, rng = self._laws.get(kind), stream(self._seed, Domain.LATENCY, len(self._lanes))
+        law, rng = self._laws.get(kind), stream(self._seed, Domain.LATENCY, self._num_lanes)
 
         def seconds(n: int) -> float:
             return law(n, rng) if law is not None and n else 0.0
-
-        loop = asyncio.get_running_loop()
 
         def run_for(duration_s: float, done: Callable[[], None]) -> None:
             if self.gpu is not None and kind in self.gpu.model.speed:
@@ -231,11 +235,21 @@ class VirtualMachine:
 
         lane = VirtualLane(loop, name, pool, units, self._servers[kind], seconds, run_for)
         self._lanes.append(lane)
+        self._num_lanes += 1
         return lane
 
     async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
         """Run nothing that has not begun; nothing can be lost here."""
+        self._here()
         for lane in self._lanes:
             if lanes is None or lane in lanes:
                 lane.close()
+        self._lanes = [lane for lane in self._lanes if lanes is not None and lane not in lanes]
         return []
+
+    def _here(self) -> asyncio.AbstractEventLoop:
+        # The running loop. What was in flight on another one has ended with it.
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._servers, self._lanes, self._num_lanes = loop, {}, [], 0
+        return loop

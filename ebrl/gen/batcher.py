@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Batcher:
     max_wait_s: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 1 <= self.threshold <= self.max_size:
+        whole("Batcher.threshold", self.threshold)
+        if whole("Batcher.max_size", self.max_size) < self.threshold:
             raise ConfigError(
                 f"Batcher needs 1 <= threshold <= max_size, got threshold {self.threshold}, max_size {self.max_size}"
             )

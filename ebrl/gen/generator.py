@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ebrl.core.errors import Closed, ConfigError, PolicyError
+from ebrl.core.errors import Closed, ConfigError, PolicyError, whole
 from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Lane, Policy, Request
 from ebrl.core.readings import Batching, GenReading, Knob, Move
@@ -56,11 +56,11 @@ class Generator:
             name: Of the service.
 
         Raises:
-            ConfigError: `lanes` or `threads` is below 1, or `batcher` is none.
+            ConfigError: `lanes` or `threads` is no whole number of at least 1, or `batcher` is none.
         """
         for label, value in (("lanes", lanes), ("threads", threads)):
-            if value is not None and value < 1:
-                raise ConfigError(f"Generator.{label} must be at least 1, got {value}")
+            if value is not None:
+                whole(f"Generator.{label}", value)
         if batcher is not None and not isinstance(batcher, Batcher):
             raise ConfigError(f"Generator.batcher must be a Batcher, such as Batcher(threshold=8), got {batcher!r}")
         self.name = name
