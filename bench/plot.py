@@ -22,6 +22,21 @@ class Line:
     values: Sequence[float]
 
 
+@dataclass(frozen=True)
+class Picture:
+    """Bars to draw.
+
+    Attributes:
+        name: Follows the name of the file; empty: the only or the first one.
+        groups: Values by name, by label.
+        shows: What the values are.
+    """
+
+    name: str
+    groups: Mapping[str, Mapping[str, float]]
+    shows: str
+
+
 def check_picture(path: str) -> None:
     """See that a picture can be written, before the work that it shows is done.
 
@@ -38,21 +53,21 @@ def check_picture(path: str) -> None:
         raise ConfigError(f"--plot {path}: there is no folder {Path(path).parent}")
 
 
-def bars(groups: Sequence[tuple[str, dict[str, float]]], path: str, title: str, x_label: str) -> None:
+def bars(picture: Picture, path: str, title: str) -> None:
     """Draw one group of bars per label.
 
     Args:
-        groups: Labels, and values by name.
-        path: Of the picture; its ending says the format.
+        picture: What to draw.
+        path: Of the file; its ending says the format.
         title: Above it.
-        x_label: What the values are.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     pyplot = _pyplot()
+    groups = list(picture.groups.items())
     names = list(dict.fromkeys(name for _, values in groups for name in values))
-    columns = 6
+    columns = min(6, len(groups))
     rows = math.ceil(len(groups) / columns)
     figure, axes = pyplot.subplots(
         rows, columns, figsize=(2.4 * columns, 0.35 * len(names) * rows + 1.6), sharex=True, squeeze=False
@@ -67,12 +82,12 @@ def bars(groups: Sequence[tuple[str, dict[str, float]]], path: str, title: str, 
             if name in values:
                 axis.barh(place, values[name], color=colors(place % 20))
         axis.set_yticks(range(len(names)), names if number % columns == 0 else [""] * len(names), fontsize=8)
-        axis.invert_yaxis()
+        axis.set_ylim(len(names) - 0.5, -0.5)  # the same in all, whichever of them have a value
         axis.set_title(label, fontsize=9)
         axis.tick_params(axis="x", labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
-    figure.supxlabel(x_label, fontsize=9)
+    figure.supxlabel(picture.shows, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

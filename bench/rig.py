@@ -96,8 +96,9 @@ class TimedLearner:
         self._slots = conditions.workload.simulator.slots_per_unit
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
-        for lag, num in Counter(batch.lags.tolist()).items():
-            self._tally.trained(num * self._slots, lag)
+        if self._conditions.workload.training is not None:
+            for lag, num in Counter(batch.lags.tolist()).items():
+                self._tally.trained(num * self._slots, lag)
         update(self._conditions, self.batch_size)
         return {}
 

@@ -59,10 +59,10 @@ def answer(args: argparse.Namespace) -> int:
         print("\n".join(result.lines))
         checks += result.checks
         data[name] = result.data
-        if args.plot and result.bars:
-            picture = Path(args.plot)
-            path = picture.with_stem(f"{picture.stem}-{name}") if len(chosen) > 1 else picture
-            bars(result.bars, str(path), f"twin, suite {name}", result.bars_show)
+        for picture in result.pictures if args.plot else ():
+            path = Path(args.plot)
+            stem = "-".join(filter(None, (path.stem, name if len(chosen) > 1 else "", picture.name)))
+            bars(picture, str(path.with_stem(stem)), f"twin, suite {name}")
     return finish("twin", args, checks, data)
 
 
@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--profile", default="", help="file of `ebrl probe` or of a run: shows that, and no other suite")
     made.add_argument("--num-envs", type=positive, default=16, help="environments, with --profile")
     made.add_argument("--chunk", type=positive, default=1, help="environment steps of a decision, with --profile")
-    made.add_argument("--plot", default="", help="file for a picture of the result")
+    made.add_argument("--plot", default="", help="file for a picture of the result; others get its name and their own")
     return made.parse_args()
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,25 @@ def test_a_smoke_run_ends_well_and_prints_its_record(name: str) -> None:
     assert record.keys() == {"bench", "git", "seed", "machine", "checks", "data"}
     assert (record["bench"], record["seed"], record["checks"]) == (name, 3, [])
     assert record["data"]
+    if name == "twin":
+        assert_runs_say_all(record["data"])
+
+
+def assert_runs_say_all(data: dict[str, Any]) -> None:
+    """Every suite of the twin has its runs, and those that are compared have histograms."""
+    drawn = {f"draw {number}": draw for number, draw in enumerate(data.pop("random")["draws"])}
+    assert data.keys() == {"W", "drift", "paper"}
+    cases = {**drawn, **{case: found for suite in data.values() for case, found in suite.items()}}
+    for case, found in cases.items():
+        assert found["runs"].keys() > {"ebrl"}, case
+        for run in found["runs"].values():
+            assert run["rates"].keys() == {"env_steps", "chunks", "episodes", "samples"}
+            assert run["busy"].keys() == {"cores", "gen", "train"}
+            assert run["of_bound"] is None or 0 < run["of_bound"] < 2
+        assert found["runs"]["ebrl"]["batches"]
+    (pair,) = data["paper"].values()
+    assert pair["runs"]["ebrl"]["rates"]["samples"] > 0
+    assert pair["runs"]["ebrl"]["lags"]
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ class Runtime:
         return self._scope.start(coro, name)
 
     def statistics(self) -> Mapping[str, Mapping[str, float]]:
-        """Numbers of every service by name, and under ``tuner`` what its knobs are set to and how often it moved one."""
+        """Numbers of every service by name, and under ``tuner`` the knobs and how often one was turned."""
         services = {name: service.statistics() for name, (service, _) in self._services.items()}
         return {**services, TUNER: self.tuning.statistics()}
 
