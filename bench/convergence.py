@@ -60,11 +60,12 @@ from bench.learning import (
 )
 from bench.plot import Line, check_picture, curves
 from bench.profiles import names
-from bench.report import Check, at_least, at_most, finish, parser, spread
+from bench.report import COUNT, Check, Interval, at_least, at_most, command, finish, parser, spread
 from bench.runs import on_all_cores
 from bench.stragglers import stragglers
-from bench.survival import Ratio, ratio, restricted, sustained
+from bench.survival import ratio, restricted, sustained
 from bench.workload import Workload, load_convergence
+from ebrl.core.errors import ConfigError
 
 BARS = {LOCKSTEP.name: 2.4, SYNC.name: 1.5}  # by baseline
 BASES = (LOCKSTEP.name, SYNC.name, POOLED.name)
@@ -81,7 +82,12 @@ Arms = dict[str, list[Curve]]  # by schedule, in the order of the seeds
 
 
 def main() -> int:
-    args = arguments()
+    return command(answer, arguments())
+
+
+def answer(args: argparse.Namespace) -> int:
+    if args.plot and args.real:
+        raise ConfigError("--plot is not for --real, whose runs are too few for a picture")
     if args.plot:
         check_picture(args.plot)
     sections = [real] if args.real else [profiles, controls, laggards]
@@ -150,7 +156,7 @@ def reached(curve: Curve, numbers: Sequence[float]) -> float | None:
     return None if place is None else numbers[place]
 
 
-def versus(base: Sequence[Curve], ours: Sequence[Curve], seed: int) -> dict[str, Ratio]:
+def versus(base: Sequence[Curve], ours: Sequence[Curve], seed: int) -> dict[str, Interval]:
     """Return how many times sooner we are, with the seeds of the baseline, and the factors of that.
 
     Args:
@@ -223,7 +229,7 @@ def shown(values: Sequence[float | None]) -> str:
     return f"{statistics.median(known):.0f} [{min(known):.0f} .. {max(known):.0f}]" if known else "never"
 
 
-def sentence(base: str, found: dict[str, Ratio]) -> str:
+def sentence(base: str, found: dict[str, Interval]) -> str:
     """Return a comparison in words."""
     return (
         f"  {ASYNC.name} / {base}: {found['time']} times sooner at the target = throughput {found['throughput']} "
@@ -360,7 +366,7 @@ def arm(curves: Iterable[Curve], schedule: str) -> list[Curve]:
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--seeds", type=int, default=20, help="runs of each schedule on each profile")
+    made.add_argument("--seeds", type=COUNT, default=20, help="runs of each schedule on each profile")
     made.add_argument("--only", choices=names("convergence"), help="one profile, and nothing else")
     made.add_argument("--real", action="store_true", help="a few runs in real time, beside their twins")
     made.add_argument("--plot", default="", help="file for a picture of the curves")

@@ -41,7 +41,7 @@ def check_picture(path: str) -> None:
     """See that a picture can be written, before the work that it shows is done.
 
     Raises:
-        ConfigError: matplotlib is not installed, there is no such folder, or no such kind of picture.
+        ConfigError: matplotlib is not installed, there is no such kind of picture, or no file can be made there.
     """
     _pyplot()
     from matplotlib.backend_bases import FigureCanvasBase
@@ -49,8 +49,12 @@ def check_picture(path: str) -> None:
     kinds = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".") not in kinds:
         raise ConfigError(f"--plot {path}: its ending must be one of {', '.join(sorted(kinds))}")
-    if not Path(path).parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {Path(path).parent}")
+    tried = Path(path).with_stem(f"{Path(path).stem}-random-batches")  # no name of several will be longer
+    try:
+        tried.touch(exist_ok=False)
+        tried.unlink()
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: it cannot be written: {error.strerror}") from error
 
 
 def bars(picture: Picture, path: str, title: str) -> None:

@@ -586,6 +586,11 @@ def test_what_the_operating_system_refuses(tmp_path: Path) -> None:
         load(tmp_path / "profiles.json")
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         save(tmp_path / "no" / "profiles.json", [])
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "profiles.json", tmp_path / ("x" * 250)):
+        with pytest.raises(ConfigError, match="cannot be written: "):
+            save(place, [])
+    (tmp_path / "file").unlink()
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -97,14 +97,18 @@ def describe(config: TrainConfig) -> tuple[EnvSpec, ...]:
 def build(config: TrainConfig) -> tuple[tuple[EnvSpec, ...], TorchPolicy]:
     """Make the description of what is trained in, and an untrained policy for it."""
     specs = describe(config)
-    policy = default_policy(
-        specs[0],
+    return specs, new_policy(config, specs[0])
+
+
+def new_policy(config: TrainConfig, spec: EnvSpec) -> TorchPolicy:
+    """Make an untrained policy for an environment."""
+    return default_policy(
+        spec,
         hidden=config.hidden,
         memory_size=config.memory_size,
         normalize=config.normalize_obs,
         seed=config.seed,
     )
-    return specs, policy
 
 
 def build_learner(config: TrainConfig, policy: TorchPolicy) -> PPO:

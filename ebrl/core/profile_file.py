@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from reprlib import repr as short
@@ -82,12 +83,31 @@ def save(path: Path, profiles: Iterable[StageProfile | StageRecord], machine: st
     records = [asdict(item.record() if isinstance(item, StageProfile) else item) for item in profiles]
     assert len({(record["name"], record["group"]) for record in records}) == len(records), "two profiles of one stage"
     text = json.dumps({"version": VERSION, "machine": machine, "stages": records}, indent=1, allow_nan=False)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may save at once
-    try:
+    with _partial(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """See that `save` can write a file, before what it would hold is measured.
+
+    Raises:
+        ConfigError: The operating system does not allow it.
+    """
+    with _partial(path) as partial:
+        partial.touch()
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """Give the name under which a file is written before it is whole, and leave nothing there."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may save at once
+    try:
+        try:
+            yield partial
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:  # of the removal, if that fails too, which it does for the same reason
         raise ConfigError(f"{path}: the profiles cannot be written: {error.strerror}") from error
 
 
