@@ -32,7 +32,7 @@ from ebrl.core.errors import ConfigError
 SEPARATOR = re.compile(r",(?=[a-z])")  # settings have commas too
 SUITES: Mapping[str, Suite] = {"W": w.suite, "random": drawn.suite, "drift": drift.suite, "paper": paper.suite}
 USES = {
-    "suite": ("workloads that come with it, and a profile is one of its own", ("W", "random", "drift", "paper")),
+    "suite": ("the workloads of bench/profiles", ("W", "random", "drift", "paper")),
     "seeds": ("--suite random", ("random",)),
     "schedulers": ("--suite W and --profile", ("W", "")),
     "num_envs": ("--profile", ("",)),
@@ -75,8 +75,8 @@ def check_use(suite: str, given: Mapping[str, object]) -> None:
     """Raise a `ConfigError` if an option was given that would not be looked at; `suite` is empty with a profile."""
     for name, (use, suites) in USES.items():
         if name in given and suite not in suites:
-            here = f"--suite {suite} has its own" if suite else "it is no suite"
-            raise ConfigError(f"--{name.replace('_', '-')} is for {use}; {here}")
+            here = f"--suite {suite}" if suite else "--profile"
+            raise ConfigError(f"--{name.replace('_', '-')} is for {use}, not for {here}")
 
 
 def arguments() -> argparse.Namespace:

@@ -300,7 +300,7 @@ FORTY = tuple(np.linspace(0.004, 0.006, 33).tolist())
 KNOWN = SavedProfiles(
     "16 virtual cores",
     (
-        StageRecord("gen", "gen", (FitRecord(1.0, 0.02, 0.0001, 100.0),), 0.022, FORTY),
+        StageRecord("gen", "gen", (FitRecord(1.0, 0.02, 0.0001, 100.0),), 0.005, FORTY),
         StageRecord("turnaround", "gen", (), 0.005, FORTY),
     ),
 )

@@ -12,7 +12,7 @@ JSON; seconds throughout::
           "fits": [                                     t(n) = a_s + b_s * n, one for each share, which is unique
             {"share": 4.0, "a_s": 0.004, "b_s": 0.0005, "num": 99.3}
           ],
-          "mean_s": 0.0071,                             of the latencies
+          "mean_s": 0.0071,                             of the latencies, between their ends; 0 where there are none
           "quantiles_s": [0.0042, 0.0043, 0.0196],      at equal distances from 0 to 1, rising: none, or at least two
           "num": 52000                                  requests, steps or resets that were served in all
         }
@@ -37,6 +37,7 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.profile import FitRecord, StageProfile, StageRecord
 
 VERSION = 1
+ROUNDING = 1e-9  # of a mean of equal numbers, which is not quite what they are
 HUGE = 1e12  # more than any number of seconds, calls or units; so infinity and NaN are refused
 
 
@@ -136,11 +137,15 @@ def _stage(node: _Node) -> StageRecord:
     values = tuple(item.number() for item in quantiles.items())
     if len(values) == 1 or list(values) != sorted(values):
         raise quantiles.wrong("empty, or two or more rising numbers")
+    mean_s = node.field("mean_s")
+    low_s, high_s = (values[0], values[-1]) if values else (0.0, 0.0)
+    if not low_s * (1 - ROUNDING) <= mean_s.number() <= high_s * (1 + ROUNDING):
+        raise mean_s.wrong(f"between the ends of quantiles_s, {low_s:g} and {high_s:g}")
     return StageRecord(
         name=node.field("name").text(),
         group=node.field("group").text(),
         fits=node.field("fits").unique(_fit, lambda fit: fit.share, "share"),
-        mean_s=node.field("mean_s").number(),
+        mean_s=mean_s.number(),
         quantiles_s=values,
         num=node.field("num").number(),
     )
