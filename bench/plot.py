@@ -97,12 +97,17 @@ def bars(picture: Picture, path: str, title: str) -> None:
     pyplot.close(figure)
 
 
-def curves(
-    panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str, title: str, unit: tuple[str, float], y_label: str
+def over_time(
+    panels: Mapping[str, Mapping[str, Sequence[Line]]],
+    path: str,
+    title: str,
+    unit: tuple[str, float],
+    y_label: str,
+    target: float,
 ) -> None:
     """Draw, for each panel, the median of the runs of each name over time, and the band of their quartiles.
 
-    A band ends where the first of its runs does.
+    A line begins where all of its runs have a value, and ends where the first of them does.
 
     Args:
         panels: Runs by name, by panel.
@@ -110,6 +115,7 @@ def curves(
         title: Above it.
         unit: Of time: its name, and how long it is.
         y_label: Of the values.
+        target: A dotted line.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -121,10 +127,14 @@ def curves(
     colors = pyplot.get_cmap("tab10")
     for axis, (label, runs) in zip(axes.flat, panels.items(), strict=False):
         for place, (name, lines) in enumerate(runs.items()):
-            grid = np.linspace(0.0, min(line.times[-1] for line in lines), 400)
+            first, last = max(line.times[0] for line in lines), min(line.times[-1] for line in lines)
+            grid = np.linspace(first, max(first, last), 400)
             low, middle, high = np.percentile([_held(line, grid) for line in lines], [25, 50, 75], axis=0)
-            axis.plot(grid / unit[1], middle, color=colors(place), label=name, linewidth=1.6)
+            dot = "." if first >= last else None
+            axis.plot(grid / unit[1], middle, color=colors(place), label=name, linewidth=1.6, marker=dot)
             axis.fill_between(grid / unit[1], low, high, color=colors(place), alpha=0.15, linewidth=0)
+        axis.set_xlim(left=0.0)
+        axis.axhline(target, color="gray", linestyle=":", linewidth=1.0)
         axis.set_title(label, fontsize=11)
         axis.set_xlabel(unit[0])
         axis.set_ylabel(y_label)
@@ -139,8 +149,7 @@ def curves(
 
 
 def _held(line: Line, grid: NDArray[np.float64]) -> NDArray[np.float64]:
-    place = np.searchsorted(np.asarray(line.times), grid, side="right")
-    return np.concatenate([[0.0], line.values])[place]
+    return np.asarray(line.values)[np.searchsorted(np.asarray(line.times), grid, side="right") - 1]
 
 
 def _pyplot() -> Any:

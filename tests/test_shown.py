@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.plot import Line, over_time
 from bench.runs import Job, Outcome, run
 from bench.shown import HEADING, mean, pictures, record, records, row
 
@@ -53,3 +56,22 @@ def test_where_nothing_is_trained_no_samples_are_counted(scheduler: str) -> None
     assert outcome.rates["samples"] == 0
     assert outcome.lags == {}
     assert sum(size * num for size, num in outcome.batches.items()) == pytest.approx(200, abs=10)
+
+
+def test_a_curve_begins_where_it_is_known_and_holds_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    drawn: list[tuple[float, float, float, float]] = []
+    plot = Axes.plot
+
+    def spy(axis: Axes, times: Any, values: Any, **options: Any) -> Any:
+        drawn.append((times[0], values[0], times[-1], values[-1]))
+        return plot(axis, times, values, **options)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    runs = [Line([2.0, 4.0, 10.0], [1.0, 3.0, 5.0]), Line([3.0, 8.0], [3.0, 7.0])]
+    panels = {"one": {"both": runs, "short": [Line([2.0], [9.0])]}}
+    over_time(panels, str(tmp_path / "curves.png"), "title", ("s", 1.0), "value", 6.0)
+    assert drawn == [(3.0, 2.0, 8.0, 5.0), (2.0, 9.0, 2.0, 9.0)]
+    assert (tmp_path / "curves.png").stat().st_size > 1000
