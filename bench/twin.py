@@ -12,7 +12,8 @@ today's embodied workloads it is well ahead of the systems that users have. Whic
     python -m bench.twin --suite W --schedulers pipeline:2,size-timeout:16,0.02 --plot twin.png
     python -m bench.twin --profile profile.json --num-envs 64
 
-The last one has no bars: it shows what schedulers do with what ``ebrl probe`` or a run has measured on a machine.
+The last one has no bars: it shows what schedulers do with what ``ebrl probe`` or a run has measured on a machine. What
+is shown of a run is said in `bench/shown.py`.
 """
 
 from __future__ import annotations

@@ -483,8 +483,9 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ebrl.cli.probe.make_plan", pytest.fail)
     out = tmp_path / "p.json"
     (tmp_path / "file").write_text("")
     for place, why in {
