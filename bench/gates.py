@@ -35,11 +35,10 @@ import numpy as np
 import torch
 
 from bench import sb3
-from bench.report import Check, at_least, at_most, finish, interquartile_mean, interval, parser, show, spread
+from bench.report import Check, at_least, at_most, command, finish, interquartile_mean, interval, parser, show, spread
 from bench.runs import on_all_cores
 from bench.tasks import GATES, SMOKE, Gate
 from ebrl import PPO, EnvGroup, EnvSpec, Generator, Runtime, Trainer, VirtualMachine, evaluate, run_virtual
-from ebrl.core.errors import ConfigError
 from ebrl.core.records import Episode
 from ebrl.gen.policies import TorchPolicy, default_policy
 
@@ -244,8 +243,8 @@ def summary(runs: Sequence[Outcome], seed: int) -> dict[str, Any]:
     scores, areas = [run.score for run in runs], [run.area for run in runs]
     return {
         "score": spread(scores),
-        "score_iqm": interval(scores, interquartile_mean, seed),
-        "area_iqm": interval(areas, interquartile_mean, seed),
+        "score_iqm": asdict(interval(interquartile_mean, scores, seed=seed)),
+        "area_iqm": asdict(interval(interquartile_mean, areas, seed=seed)),
         "runs": [asdict(run) for run in runs],
     }
 
@@ -291,15 +290,18 @@ def names(args: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
+    return command(answer, arguments())
+
+
+def arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--only", choices=sorted(GATES), help="one gate instead of all")
     made.add_argument("--full", action="store_true", help="those too that take longer, and Stable-Baselines3")
-    args = made.parse_args()
-    try:
-        wanted = names(args)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return made.parse_args()
+
+
+def answer(args: argparse.Namespace) -> int:
+    wanted = names(args)
     jobs = [job for name in wanted for job in jobs_of(name, args)]
     outcomes = list(zip(jobs, on_all_cores(run_job, jobs), strict=True))
     checks, data = list[Check](), dict[str, Any]()

@@ -16,6 +16,7 @@ seeds drawn in pairs.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from collections import deque
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 
 from bench.barrier import World, collect
-from bench.report import Check, at_least, at_most, finish, parser, show, spread
+from bench.report import COUNT, Check, at_least, at_most, command, finish, parser, show, spread
 from bench.runs import on_all_cores
 from bench.survival import ratio
 from ebrl import PPO, CategoricalPolicy, EnvSpec, PPOConfig, env_spec
@@ -112,9 +113,16 @@ def run(job: Job) -> Curve:
 
 
 def main() -> int:
+    return command(answer, arguments())
+
+
+def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--num-seeds", type=int, default=10, help="of each system, from --seed on")
-    args = made.parse_args()
+    made.add_argument("--num-seeds", type=COUNT, default=10, help="of each system, from --seed on")
+    return made.parse_args()
+
+
+def answer(args: argparse.Namespace) -> int:
     seeds = range(args.seed, args.seed + (1 if args.smoke else args.num_seeds))
     systems: list[tuple[Objective, int]] = [("decoupled", 0), ("decoupled", LAG), ("uncorrected", LAG), ("ppo", LAG)]
     jobs = [Job(objective, lag, seed, 6 if args.smoke else UPDATES) for objective, lag in systems for seed in seeds]

@@ -33,7 +33,7 @@ import uvloop
 from gymnasium import spaces
 from torch import Tensor
 
-from bench.report import at_most, finish, parser, show, spread
+from bench.report import COUNT, SECONDS, at_most, command, finish, parser, show, spread
 from ebrl import EnvGroup, Generator, Policy, PolicyOut, Runtime, TorchPolicy, Trainer, env_spec
 from ebrl.core.records import Array, EnvSpec, TrainBatch
 
@@ -142,7 +142,10 @@ asyncio.run(main())
 
 
 def main() -> int:
-    args = arguments()
+    return command(answer, arguments())
+
+
+def answer(args: argparse.Namespace) -> int:
     counts = [8] if args.smoke else [64, 1024, 4096]
     seconds, repeats = (0.05, 1) if args.smoke else (args.seconds, args.repeats)
     costs: dict[tuple[str, int], list[Cost]] = {}
@@ -172,9 +175,9 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    made.add_argument("--repeats", type=int, default=5, help="of each setting, interleaved")
-    made.add_argument("--lanes", type=int, default=2, help="threads that share the environments")
+    made.add_argument("--seconds", type=SECONDS, default=2.0, help="of each measurement")
+    made.add_argument("--repeats", type=COUNT, default=5, help="of each setting, interleaved")
+    made.add_argument("--lanes", type=COUNT, default=2, help="threads that share the environments")
     made.add_argument("--record", action="store_true", help="write an event log; the bars are not for that")
     return made.parse_args()
 

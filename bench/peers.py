@@ -139,4 +139,4 @@ def _turns(peer: Peer, seconds: float) -> Measured:
     while (elapsed_s := time.perf_counter() - began_s) < seconds:
         steps += peer.turn()
         turns += 1
-    return Measured(steps / elapsed_s, steps / turns)
+    return Measured(steps / elapsed_s, steps / max(turns, 1))

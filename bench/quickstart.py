@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from bench import sb3
-from bench.report import at_most, finish, parser, show, spread
+from bench.report import COUNT, Number, at_most, command, finish, parser, show, spread
 from ebrl import (
     PPO,
     EnvContext,
@@ -49,6 +49,7 @@ from ebrl import (
     rollout,
     run,
 )
+from ebrl.core.errors import ConfigError
 from ebrl.core.records import Host
 
 TARGET, EVAL_SEEDS = 0.95, range(100)
@@ -172,7 +173,12 @@ def judge(spec: EnvSpec, one: Run, seeds: Sequence[int]) -> None:
 
 
 def main() -> int:
-    args = arguments()
+    return command(answer, arguments())
+
+
+def answer(args: argparse.Namespace) -> int:
+    if args.every > args.updates:
+        raise ConfigError(f"--every {args.every} keeps none of {args.updates} updates")
     torch.set_num_threads(1)
     process, thread = make_spec("process"), make_spec("thread")
     every, num_seeds = (1, 1) if args.smoke else (args.every, args.num_seeds)
@@ -237,10 +243,12 @@ def report(args: argparse.Namespace, runs: Sequence[Run]) -> int:
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--updates", type=int, default=64, help=f"of {BATCH} decisions; the reference has twice as many")
-    made.add_argument("--every", type=int, default=4, help="updates between copies")
-    made.add_argument("--num-seeds", type=int, default=3, help="runs of each")
-    made.add_argument("--gamma", type=float, default=0.95, help="discount of EBRL, per decision")
+    made.add_argument(
+        "--updates", type=COUNT, default=64, help=f"of {BATCH} decisions; the reference has twice as many"
+    )
+    made.add_argument("--every", type=COUNT, default=4, help="updates between copies")
+    made.add_argument("--num-seeds", type=COUNT, default=3, help="runs of each")
+    made.add_argument("--gamma", type=Number(float, 0, 1), default=0.95, help="discount of EBRL, per decision")
     return made.parse_args()
 
 

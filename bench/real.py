@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from bench.hardware import Conditions, make_machine
 from bench.rig import Rig, Work
 from bench.runs import Job, load, pinned
 from bench.workload import Workload
+from ebrl.core.errors import ConfigError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.protocols import Machine
 from ebrl.core.readings import Move
@@ -36,6 +38,10 @@ class Span:
 
     warmup_s: float
     seconds: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.warmup_s < math.inf and 0 < self.seconds < math.inf):
+            raise ConfigError(f"a span of {self.seconds} s after {self.warmup_s} s counts nothing")
 
 
 @dataclass(frozen=True)

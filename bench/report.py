@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -16,6 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from ebrl.core.errors import EbrlError
+from ebrl.core.rng import Domain, stream
+
+DRAWS = 10_000  # of a bootstrap
 
 
 @dataclass(frozen=True)
@@ -38,29 +45,59 @@ def at_least(name: str, value: float, bar: float) -> Check:
     return Check(name, value, f">= {bar:g}", value >= bar)
 
 
+@dataclass(frozen=True)
+class Number:
+    """What a number of the command line may be: the type of every argument that is one. NaN is in no range.
+
+    Attributes:
+        kind: Whole or not.
+        least: That is allowed.
+        most: That is allowed.
+    """
+
+    kind: type[int | float]
+    least: float
+    most: float
+
+    def __call__(self, text: str) -> float:
+        """Read one; called by argparse."""
+        try:
+            value = self.kind(text)
+        except ValueError:
+            value = math.nan
+        if not self.least <= value <= self.most:
+            what = "a whole number" if self.kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {what} from {self.least:g} to {self.most:g}, got {text!r}")
+        return value
+
+
+SEED = Number(int, 0, 2**31 - 1)
+COUNT = Number(int, 1, 1_000_000)
+SECONDS = Number(float, 0.001, 86_400.0)
+
+
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the flags that all benchmarks have."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--seed", type=natural, default=0, help="of everything")
-    made.add_argument("--smoke", action="store_true", help="tiny and quick: shows that it runs, checks nothing")
+    made.add_argument("--seed", type=SEED, default=0, help="of everything")
+    made.add_argument(
+        "--smoke", action="store_true", help="tiny, whatever else is said: shows that it runs, checks nothing"
+    )
     made.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     return made
 
 
-def natural(text: str) -> int:
-    """Read a number from 0 on; for arguments."""
-    value = int(text)
-    if value < 0:
-        raise ValueError(text)
-    return value
+def command(answer: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a benchmark; an error that its user can mend is one line.
 
-
-def positive(text: str) -> int:
-    """Read a number from 1 on; for arguments."""
-    value = natural(text)
-    if value == 0:
-        raise ValueError(text)
-    return value
+    Returns:
+        Its exit status, or 2.
+    """
+    try:
+        return answer(args)
+    except EbrlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def finish(bench: str, args: argparse.Namespace, checks: Sequence[Check], data: dict[str, Any]) -> int:
@@ -96,16 +133,34 @@ def interquartile_mean(values: Sequence[float]) -> float:
     return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
-def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int) -> dict[str, float]:
-    """Return a statistic with its 95 % interval, a percentile bootstrap over the values.
+@dataclass(frozen=True)
+class Interval:
+    """A statistic, and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f} .. {self.high:.2f}]"
+
+
+def interval(statistic: Callable[..., Any], *samples: Sequence[float] | NDArray[np.float64], seed: int) -> Interval:
+    """Return a statistic with its percentile bootstrap interval.
+
+    Args:
+        statistic: Of as many arrays as there are samples.
+        samples: Of one length. Where there are several, what stands at one place in them is drawn together.
+        seed: Of what is drawn.
 
     Example:
-        >>> interval([1.0, 1.0, 1.0], statistics.fmean, 0)
-        {'value': 1.0, 'low': 1.0, 'high': 1.0}
+        >>> interval(np.mean, [1.0, 1.0, 1.0], seed=0)
+        Interval(value=1.0, low=1.0, high=1.0)
     """
-    drawn = np.random.default_rng(seed).choice(np.asarray(values), (2000, len(values)))
-    low, high = np.quantile([statistic(row.tolist()) for row in drawn], [0.025, 0.975])
-    return {"value": statistic(values), "low": float(low), "high": float(high)}
+    arrays = [np.asarray(sample) for sample in samples]
+    drawn = stream(seed, Domain.EVAL).integers(len(arrays[0]), size=(DRAWS, len(arrays[0])))
+    low, high = np.percentile([statistic(*(array[row] for array in arrays)) for row in drawn], [2.5, 97.5])
+    return Interval(float(statistic(*arrays)), float(low), float(high))
 
 
 def show(numbers: dict[str, float], unit: str = "") -> str:

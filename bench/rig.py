@@ -63,10 +63,7 @@ class RowPolicy(TorchPolicy):
     """Answers with zeros, and takes the time of the workload's policy."""
 
     def __init__(self, conditions: Conditions, tally: Counting, work: Work) -> None:
-        chunk = conditions.workload.policy.chunk
-        super().__init__(horizon=chunk, noise_dim=0)
-        self._action = torch.zeros(4096, chunk, 1)
-        self._value = torch.zeros(4096)
+        super().__init__(horizon=conditions.workload.policy.chunk, noise_dim=0)
         self._conditions, self._tally, self._work = conditions, tally, work
         self._slots = conditions.workload.simulator.slots_per_unit
 
@@ -80,7 +77,8 @@ class RowPolicy(TorchPolicy):
         num = len(noise)
         self._tally.launched(num, num * self._slots)
         self._work.generate(self._conditions, num)
-        return PolicyOut(self._action[:num], self._action[:num], self._value[:num], {})
+        action = torch.zeros(num, self.horizon, 1)
+        return PolicyOut(action, action, torch.zeros(num), {})
 
     def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         raise AssertionError("nothing is learned here")
@@ -96,8 +94,9 @@ class TimedLearner:
         self._slots = conditions.workload.simulator.slots_per_unit
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
-        for lag, num in Counter(batch.lags.tolist()).items():
-            self._tally.trained(num * self._slots, lag)
+        if self._conditions.workload.training is not None:
+            for lag, num in Counter(batch.lags.tolist()).items():
+                self._tally.trained(num * self._slots, lag)
         update(self._conditions, self.batch_size)
         return {}
 

@@ -23,16 +23,23 @@ import sys
 from collections.abc import Callable, Mapping
 
 from bench.real import Ask, Setting, Span
-from bench.report import finish, parser
+from bench.report import COUNT, SECONDS, Number, command, finish, parser
 from bench.suites import Result, real_cpu, real_w
+from ebrl.core.errors import ConfigError
 
 SUITES: Mapping[str, Callable[[Ask], Result]] = {"W": real_w.suite, "cpu": real_cpu.suite}
 
 
 def main() -> int:
-    args = arguments()
+    return command(answer, arguments())
+
+
+def answer(args: argparse.Namespace) -> int:
+    setting = Setting(args.burn, args.policy)
+    if args.suite != "W" and setting != Setting():
+        raise ConfigError(f"--burn and --policy are for --suite W; in --suite {args.suite} all of it computes")
     span, repeats = (Span(0.1, 0.2), 1) if args.smoke else (Span(args.warmup, args.seconds), args.repeats)
-    ask = Ask(args.seed, args.smoke, span, repeats, Setting(args.burn, args.policy))
+    ask = Ask(args.seed, args.smoke, span, repeats, setting)
     checks, data = [], {}
     for name in list(SUITES) if args.smoke else [args.suite]:
         result = SUITES[name](ask)
@@ -45,9 +52,11 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--suite", choices=list(SUITES), default="W", help="what is asked; --smoke runs all of them")
-    made.add_argument("--warmup", type=float, default=10.0, help="seconds of every run that do not count")
-    made.add_argument("--seconds", type=float, default=30.0, help="seconds of every run that do")
-    made.add_argument("--repeats", type=int, default=1, help="of every run, interleaved")
+    made.add_argument(
+        "--warmup", type=Number(float, 0, 86_400), default=10.0, help="seconds of every run that do not count"
+    )
+    made.add_argument("--seconds", type=SECONDS, default=30.0, help="seconds of every run that do")
+    made.add_argument("--repeats", type=COUNT, default=1, help="of every run, interleaved")
     made.add_argument("--burn", action="store_true", help="simulators use cores instead of sleeping")
     made.add_argument("--policy", choices=["sleep", "torch"], default="sleep", help="what a batch does")
     return made.parse_args()

@@ -82,8 +82,8 @@ class Outcome:
 
     Attributes:
         job: What was run.
-        rates: ``env_steps``, ``chunks``, ``episodes`` and ``samples`` per second.
-        busy: By kind of lane, as a part of what there is.
+        rates: ``env_steps``, ``chunks``, ``episodes`` and trained ``samples`` per second.
+        busy: By kind of lane, as a part of what there is; over all time, the start included.
         batches: Generation batches by size.
         lags: Trained decisions by versions behind.
         moves: Of the tuner: time in seconds, and what it did.

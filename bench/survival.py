@@ -16,26 +16,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ebrl.core.rng import Domain, stream
-
-DRAWS = 10_000
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times larger, and the 95 % interval of that."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f} .. {self.high:.2f}]"
+from bench.report import Interval, interval
 
 
 def sustained(values: Sequence[float], target: float) -> int | None:
@@ -54,7 +39,7 @@ def restricted(times: Sequence[float | None], ends: Sequence[float]) -> NDArray[
     return np.array([end if time is None else min(time, end) for time, end in zip(times, ends, strict=True)])
 
 
-def ratio(base: NDArray[np.float64], ours: NDArray[np.float64], seed: int = 0) -> Ratio:
+def ratio(base: NDArray[np.float64], ours: NDArray[np.float64], seed: int = 0) -> Interval:
     """Return ``mean(base) / mean(ours)`` of paired numbers, with its interval.
 
     Args:
@@ -62,6 +47,4 @@ def ratio(base: NDArray[np.float64], ours: NDArray[np.float64], seed: int = 0) -
         ours: ``[num]`` of the same seeds.
         seed: Of the bootstrap.
     """
-    drawn = stream(seed, Domain.EVAL).integers(len(base), size=(DRAWS, len(base)))
-    low, high = np.percentile(base[drawn].mean(1) / ours[drawn].mean(1), [2.5, 97.5])
-    return Ratio(float(base.mean() / ours.mean()), float(low), float(high))
+    return interval(lambda ones, others: ones.mean() / others.mean(), base, ours, seed=seed)

@@ -12,7 +12,8 @@ today's embodied workloads it is well ahead of the systems that users have. Whic
     python -m bench.twin --suite W --schedulers pipeline:2,size-timeout:16,0.02 --plot twin.png
     python -m bench.twin --profile profile.json --num-envs 64
 
-The last one has no bars: it shows what schedulers do with what ``ebrl probe`` or a run has measured on a machine.
+The last one has no bars: it shows what schedulers do with what ``ebrl probe`` or a run has measured on a machine. What
+is shown of a run is said in `bench/shown.py`.
 """
 
 from __future__ import annotations
@@ -24,61 +25,73 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bench.plot import bars, check_picture
-from bench.report import finish, parser, positive
+from bench.report import COUNT, command, finish, parser
 from bench.runs import check_scheduler
 from bench.suites import Ask, Suite, drawn, drift, paper, probed, w
-from ebrl.core.errors import ConfigError, EbrlError
+from ebrl.core.errors import ConfigError
 
 SEPARATOR = re.compile(r",(?=[a-z])")  # settings have commas too
 SUITES: Mapping[str, Suite] = {"W": w.suite, "random": drawn.suite, "drift": drift.suite, "paper": paper.suite}
+USES = {
+    "suite": ("the workloads of bench/profiles", ("W", "random", "drift", "paper")),
+    "seeds": ("--suite random", ("random",)),
+    "schedulers": ("--suite W and --profile", ("W", "")),
+    "num_envs": ("--profile", ("",)),
+    "chunk": ("--profile", ("",)),
+}
+"""Options by what they are for, in words and as suites; the empty one is that of a profile."""
 
 
 def main() -> int:
-    args = arguments()
-    try:
-        return answer(args)
-    except EbrlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return command(answer, arguments())
 
 
 def answer(args: argparse.Namespace) -> int:
-    schedulers = tuple(filter(None, SEPARATOR.split(args.schedulers)))
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    suite = "" if args.profile else args.suite or "W"
+    check_use(suite, given)
+    schedulers = tuple(filter(None, SEPARATOR.split(args.schedulers or "")))
     for name in schedulers:
         check_scheduler(name)
-    if schedulers and args.suite != "W" and not args.profile:
-        raise ConfigError(f"--schedulers is for --suite W and --profile; --suite {args.suite} has its own")
     if args.plot:
         check_picture(args.plot)
-    ask = Ask(args.seed, args.smoke, args.seeds, schedulers, args.profile, args.num_envs, args.chunk)
+    asked = {name: given[name] for name in ("seeds", "profile", "num_envs", "chunk") if name in given}
+    ask = Ask(args.seed, args.smoke, schedulers=schedulers, **asked)
     suites = {"profile": probed.suite} if args.profile else SUITES
-    chosen = list(suites) if args.smoke or args.profile else [args.suite]
+    chosen = list(suites) if args.smoke or args.profile else [suite]
     checks, data = [], {}
     for name in chosen:
         result = suites[name](ask)
         print("\n".join(result.lines))
         checks += result.checks
         data[name] = result.data
-        if args.plot and result.bars:
-            picture = Path(args.plot)
-            path = picture.with_stem(f"{picture.stem}-{name}") if len(chosen) > 1 else picture
-            bars(result.bars, str(path), f"twin, suite {name}", result.bars_show)
+        for picture in result.pictures if args.plot else ():
+            path = Path(args.plot)
+            stem = "-".join(filter(None, (path.stem, name if len(chosen) > 1 else "", picture.name)))
+            bars(picture, str(path.with_stem(stem)), f"twin, suite {name}")
     return finish("twin", args, checks, data)
+
+
+def check_use(suite: str, given: Mapping[str, object]) -> None:
+    """Raise a `ConfigError` if an option was given that would not be looked at; `suite` is empty with a profile."""
+    for name, (use, suites) in USES.items():
+        if name in given and suite not in suites:
+            here = f"--suite {suite}" if suite else "--profile"
+            raise ConfigError(f"--{name.replace('_', '-')} is for {use}, not for {here}")
 
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--suite", choices=list(SUITES), default="W", help="what is asked; --smoke runs all of them")
-    made.add_argument("--seeds", type=positive, default=40, help="draws of the random suite")
+    made.add_argument("--suite", choices=list(SUITES), help="what is asked (W); --smoke runs all of them")
+    made.add_argument("--seeds", type=COUNT, help=f"draws of the random suite ({Ask.seeds})")
     made.add_argument(
         "--schedulers",
-        default="",
         help="others to run beside, with commas: see bench/baselines; with --suite W or --profile",
     )
-    made.add_argument("--profile", default="", help="file of `ebrl probe` or of a run: shows that, and no other suite")
-    made.add_argument("--num-envs", type=positive, default=16, help="environments, with --profile")
-    made.add_argument("--chunk", type=positive, default=1, help="environment steps of a decision, with --profile")
-    made.add_argument("--plot", default="", help="file for a picture of the result")
+    made.add_argument("--profile", help="file of `ebrl probe` or of a run: shows that, and no other suite")
+    made.add_argument("--num-envs", type=COUNT, help=f"environments, with --profile ({Ask.num_envs})")
+    made.add_argument("--chunk", type=COUNT, help=f"environment steps of a decision, with --profile ({Ask.chunk})")
+    made.add_argument("--plot", help="file for a picture of the result; others get its name and their own")
     return made.parse_args()
 
 

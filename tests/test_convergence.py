@@ -176,7 +176,7 @@ def curve(schedule: str, returns: list[float], second: float) -> Curve:
     return Curve(job, updates, [second * u for u in updates], returns, second * len(returns))
 
 
-def test_sooner_is_throughput_times_sample_efficiency() -> None:
+def test_where_updates_take_equally_long_sooner_is_throughput_times_sample_efficiency() -> None:
     base = [curve("sync", [0, 1000, 1000, 1000], 10.0)]
     ours = [curve("async-1", [0, 0, 1000, 1000], 4.0)]
     found = versus(base, ours, seed=0)

@@ -37,10 +37,10 @@ def test_an_interquartile_mean_leaves_out_a_quarter_on_each_side() -> None:
 
 def test_an_interval_is_about_as_wide_as_that_of_a_mean() -> None:
     values = np.random.default_rng(0).normal(10.0, 2.0, 100).tolist()
-    found = interval(values, statistics.fmean, seed=1)
-    assert found["value"] == statistics.fmean(values)
-    assert found["low"] == pytest.approx(found["value"] - 1.96 * 0.2, abs=0.1)
-    assert found["high"] == pytest.approx(found["value"] + 1.96 * 0.2, abs=0.1)
+    found = interval(np.mean, values, seed=1)
+    assert found.value == pytest.approx(statistics.fmean(values))
+    assert found.low == pytest.approx(found.value - 1.96 * 0.2, abs=0.1)
+    assert found.high == pytest.approx(found.value + 1.96 * 0.2, abs=0.1)
 
 
 def test_a_curve_is_the_mean_of_the_latest_episodes() -> None:
@@ -107,7 +107,7 @@ def test_without_stable_baselines3_one_line_says_how_to_get_it(
     assert gates.main() == 2
     assert capsys.readouterr() == (
         "",
-        "stable_baselines3, which EBRL is compared with, is not installed: pip install 'ebrl[bench]'\n",
+        "error: stable_baselines3, which EBRL is compared with, is not installed: pip install 'ebrl[bench]'\n",
     )
 
 

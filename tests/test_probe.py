@@ -21,6 +21,8 @@ from bench.probed import load_probed
 from bench.suites import Ask
 from bench.suites.probed import suite
 from ebrl.cli import main
+from ebrl.cli.config import ProbeConfig
+from ebrl.cli.probe import make_plan
 from ebrl.core.errors import ConfigError, PolicyError, SimulatorError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.meters import Rate
@@ -35,6 +37,7 @@ from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import Law, VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
+from ebrl.gen.policies import RecurrentPolicy
 from ebrl.gen.probe import MAX_ROUNDS, PolicyProbe, probe_policy, sizes
 from ebrl.gen.service import BatchService
 from ebrl.sim.fake import ScriptedEnv, ScriptedFault
@@ -46,7 +49,7 @@ from tests.helpers import leaves, scripted_spec, training, virtually
 
 A_S, B_S = 0.004, 0.0005
 SMALL = ["--num-envs", "4", "--ppo.batch-size", "32", "--ppo.minibatch-size", "16", "--ppo.epochs", "1"]
-QUICK = ["--seconds", "0.04", "--max-batch", "4"]
+QUICK = ["--seconds", "0.04"]
 
 
 @pytest.fixture(autouse=True)
@@ -297,7 +300,7 @@ FORTY = tuple(np.linspace(0.004, 0.006, 33).tolist())
 KNOWN = SavedProfiles(
     "16 virtual cores",
     (
-        StageRecord("gen", "gen", (FitRecord(1.0, 0.02, 0.0001, 100.0),), 0.022, FORTY),
+        StageRecord("gen", "gen", (FitRecord(1.0, 0.02, 0.0001, 100.0),), 0.005, FORTY),
         StageRecord("turnaround", "gen", (), 0.005, FORTY),
     ),
 )
@@ -381,7 +384,7 @@ def test_an_update_keeps_what_it_does_not_replace(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match=r"another machine \(16 virtual cores; this one: 2 virtual cores\)"):
         check_update(path, VirtualMachine({}, num_cores=2))
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="cannot be written: No such file"):
         check_update(tmp_path / "none" / "profile.json", machine)
     path.write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
@@ -407,7 +410,7 @@ def test_an_environment_and_then_a_policy(tmp_path: Path, capsys: pytest.Capture
     assert names(out) == [("step", "envs"), ("reset", "envs")]
     assert main(["train", "--env", "ProbeTest-v0", *SMALL, "--updates", "2", "--run-dir", str(folder)]) == 0
     capsys.readouterr()
-    assert main(["probe", str(folder), "--out", str(out), *QUICK]) == 0
+    assert main(["probe", str(folder), "--out", str(out), *QUICK, "--max-batch", "4"]) == 0
     assert f"the policy of {folder}: batches on one thread" in capsys.readouterr().out
     assert names(out) == [("step", "envs"), ("reset", "envs"), ("gen", "gen")]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["profile.json"]
@@ -451,6 +454,9 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "seed": (["ProbeTest-v0", "--seed", "-1"], ["--seed must be at least 0, got -1"]),
     "horizon": (["ProbeTest-v0", "--horizon", "0"], ["--horizon must be at least 1, got 0"]),
     "a width": (["ProbeTest-v0", "--policy", "--hidden", "0"], ["hidden", "0"]),
+    "a width of nothing": (["ProbeTest-v0", "--hidden", "8"], ["--hidden is about a policy: add --policy"]),
+    "a batch of nothing": (["ProbeTest-v0", "--max-batch", "8"], ["--max-batch is about a policy: add --policy"]),
+    "long name": (["x" * 300], ["no environment 'xxx", "nor is it the folder of a run"]),
     "observations": (["FrozenLake-v1"], ["Discrete"]),
 }
 
@@ -477,15 +483,34 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ebrl.cli.probe.make_plan", pytest.fail)
     out = tmp_path / "p.json"
-    assert "there is no folder" in fails(["probe", "ProbeTest-v0", "--out", str(tmp_path / "no" / "p.json")], capsys)
+    (tmp_path / "file").write_text("")
+    for place, why in {
+        "no/p.json": "No such file",
+        "file/p.json": "Not a directory",
+        "x" * 250: "name too long",
+    }.items():
+        found = fails(["probe", "ProbeTest-v0", "--out", str(tmp_path / place)], capsys)
+        assert "the profiles cannot be written: " in found
+        assert why in found
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     out.write_text("mine")
     assert "is not JSON" in fails(["probe", "ProbeTest-v0", "--out", str(out)], capsys)
     assert out.read_text() == "mine"
     save(out, [], "another")
     assert "another machine" in fails(["probe", "ProbeTest-v0", "--out", str(out)], capsys)
+
+
+@pytest.mark.slow
+def test_the_policy_that_is_measured_is_the_one_that_a_run_begins_with() -> None:
+    asked = ProbeConfig(target="CartPole-v1", policy=True, hidden=(8,), memory_size=5)
+    policy = make_plan(asked).policy
+    assert isinstance(policy, RecurrentPolicy)
+    assert policy.memory_size == 5
+    assert make_plan(ProbeConfig(target="CartPole-v1")).policy is None
 
 
 def test_a_simulator_that_breaks_while_it_is_measured_is_one_line(
@@ -505,10 +530,10 @@ def test_a_profile_that_is_none_is_said_before_a_run_begins(tmp_path: Path, caps
 
 def test_options_of_environments_are_refused_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
-    options: list[list[str]] = [["--horizon", "4"], ["--host", "thread"], ["--policy"], ["--env-kwargs", "a", "1"]]
-    for option in options:
+    options = ["--horizon 0", "--host thread", "--policy", "--env-kwargs a 1", "--hidden 8 8", "--memory-size 0"]
+    for option in map(str.split, options):
         found = fails(["probe", str(tmp_path), *option], capsys)
-        assert f"{option[0]} is about environments, but {tmp_path} is a run" in found
+        assert f"{option[0]} is not for a run, and {tmp_path} is one" in found
     assert "is not what `ebrl train` wrote" in fails(["probe", str(tmp_path)], capsys)
 
 
@@ -564,9 +589,7 @@ def test_the_twin_compares_schedulers_on_a_file(tmp_path: Path) -> None:
     path = str(measured(tmp_path / "p.json"))
     result = suite(Ask(0, smoke=True, schedulers=("wait-num:2",), profile=path, num_envs=4))
     assert result.checks == []
-    assert {"ebrl", "greedy", "lockstep", "fixed:1", "fixed:4", "wait-num:2", "bound"} <= result.data.keys()
-    assert all(0.2 < part < 1.5 for name, part in result.data.items() if name != "bound")
-    assert len(result.lines) == 2 + 1 + len(result.data) - 1
-    for num_envs, chunk in ((0, 1), (1, 0)):
-        with pytest.raises(ConfigError, match="must be at least 1, got 0"):
-            suite(Ask(0, smoke=True, profile=path, num_envs=num_envs, chunk=chunk))
+    runs = result.data["runs"]
+    assert {"ebrl", "greedy", "lockstep", "fixed:1", "fixed:4", "wait-num:2"} <= runs.keys()
+    assert all(0.2 < run["of_bound"] < 1.5 for run in runs.values())
+    assert [line.split()[0] for line in result.lines[2:]] == ["scheduler", *runs]

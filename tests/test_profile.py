@@ -525,6 +525,9 @@ def changed(where: tuple[str | int, ...], value: object) -> Any:
         ),
         (("stages", 0, "num"), -1, "stages[0].num must be a number of at least 0, got -1"),
         (("stages", 0, "mean_s"), float("inf"), "stages[0].mean_s must be a number of at least 0, got inf"),
+        (("stages", 0, "mean_s"), 5.0, "stages[0].mean_s must be between the ends of quantiles_s, 0.1 and 0.9, got"),
+        (("stages", 0, "mean_s"), 0.09, "stages[0].mean_s must be between the ends of quantiles_s, 0.1 and 0.9, got"),
+        (("stages", 0, "quantiles_s"), [], "stages[0].mean_s must be between the ends of quantiles_s, 0 and 0, got"),
         (("stages", 0, "quantiles_s", 1), [], "stages[0].quantiles_s[1] must be a number of at least 0, got []"),
         (
             ("stages", 0, "quantiles_s"),
@@ -586,8 +589,12 @@ def test_what_the_operating_system_refuses(tmp_path: Path) -> None:
         load(tmp_path / "profiles.json")
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         save(tmp_path / "no" / "profiles.json", [])
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "profiles.json", tmp_path / ("x" * 250)):
+        with pytest.raises(ConfigError, match="cannot be written: "):
+            save(place, [])
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(ConfigError, match="cannot be written"):
         save(folder, [])
-    assert [child.name for child in tmp_path.iterdir()] == ["folder"], "nothing half written is left"
+    assert {child.name for child in tmp_path.iterdir()} == {"file", "folder"}, "nothing half written is left"

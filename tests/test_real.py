@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,27 @@ def test_the_coroutine_that_runs_in_real_time_is_exact_in_virtual_time() -> None
     assert measured.speed == pytest.approx(8 / (0.02 + 0.002 + 8 * 2e-5), rel=0.02)
     assert measured.batch_mean == 8.0
     assert measured.busy["gen"] == pytest.approx((0.002 + 8 * 2e-5) / (0.022 + 8 * 2e-5), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("warmup_s", "seconds"), [(1.0, 0.0), (1.0, -1.0), (1.0, math.nan), (math.inf, 1.0), (-1.0, 1.0)]
+)
+def test_a_span_counts_something(warmup_s: float, seconds: float) -> None:
+    with pytest.raises(ConfigError, match="counts nothing"):
+        Span(warmup_s, seconds)
+
+
+def test_a_peer_may_have_no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PEERS", {"scripted": Scripted})
+    assert peers.run(Job(("w", "W3", "8"), "scripted"), Span(0.0, 0.02), Setting()).speed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.hogs("starting thousands takes its time")
+def test_there_may_be_thousands_of_environments() -> None:
+    num = 4200
+    measured = run_twin(Job(("w", "W1", str(num)), f"fixed:{num}"), Span(0.0, 0.3))
+    assert measured.batch_mean == num
 
 
 def test_burning_takes_the_cores_that_there_are() -> None:
@@ -100,6 +122,7 @@ class Scripted:
 
 def test_a_peer_is_measured_after_its_warm_up_and_closed_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "PEERS", {"scripted": Scripted})
+    monkeypatch.setattr(Scripted, "closed", 0)
     measured = peers.run(Job(("w", "W3", "8"), "scripted"), Span(0.02, 0.05), Setting())
     assert 100 < measured.speed < 801
     assert (measured.batch_mean, Scripted.closed) == (8.0, 1)

@@ -105,13 +105,13 @@ async def test_services_end_in_reverse_order() -> None:
 async def test_names_are_unique_and_statistics_carry_them() -> None:
     log: list[str] = []
     async with make_runtime() as runtime:
-        services = [runtime.start(Recording("envs", log)) for _ in range(3)]
+        services = [runtime.start(Recording(name, log)) for name in ("envs", "envs", "envs", "tuner")]
         await settle()
-        assert set(runtime.statistics()) == {"envs", "envs-2", "envs-3"}
+        assert set(runtime.statistics()) == {"envs", "envs-2", "envs-3", "tuner-2", "tuner"}
         await runtime.stop(services[1])
         assert log[-2:] == ["end envs-2", "close envs-2"]
-        assert set(runtime.statistics()) == {"envs", "envs-3"}
-    assert sorted(line for line in log if "close" in line) == ["close envs", "close envs-2", "close envs-3"]
+        assert set(runtime.statistics()) == {"envs", "envs-3", "tuner-2", "tuner"}
+    assert sorted(line for line in log if "close env" in line) == ["close envs", "close envs-2", "close envs-3"]
 
 
 @virtually

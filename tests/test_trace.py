@@ -1,4 +1,4 @@
-"""Traces: spans, a digest that two equal runs share, a file that Perfetto reads."""
+"""Traces: spans, a digest that two equal runs share, a file that Perfetto reads; and the tuner's moves in metrics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ebrl.cli import main
+from ebrl.core.readings import Move, Reading
 from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
+from ebrl.core.tuner import Tuner
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 
@@ -80,3 +83,29 @@ def test_the_file_is_chrome_trace_json(tmp_path: Path) -> None:
         ("batch", names["gen-0"], 1.25e6, 5e5),
     ]
     assert spans[0]["args"] == {"reward": 2.0}
+
+
+@pytest.mark.slow
+@pytest.mark.blocks("environments are built before anything runs")
+@pytest.mark.hogs("commands import what they use when it is used")
+def test_every_move_of_the_tuner_is_in_the_metrics_of_a_run_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decide(tuner: Tuner, reading: Reading) -> Move | None:
+        old = reading.cores[0].ceiling
+        move = Move(reading.now_s, "machine", "concurrency", old, 1 if old > 1 else 2, f"turn {len(tuner.moves)}", 0.1)
+        tuner.moves.append(move)
+        return move
+
+    monkeypatch.setattr(Tuner, "decide", decide)
+    small = ["--updates", "6", "--ppo.batch-size", "256", "--ppo.minibatch-size", "64", "--trace"]
+    assert main(["train", "--env", "CartPole-v1", *small, "--run-dir", str(tmp_path / "run")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    told = [(line["tuner/moves"], move) for line in lines for move in line.get("moves", [])]
+    assert len(told) > 2
+    assert [move.split()[-1] for _, move in told] == [str(number) for number in range(len(told))]
+    assert all("machine.concurrency" in move for _, move in told)
+    assert lines[-1]["tuner/moves"] == len(told), "every move is in one line"
+    assert [line["tuner/concurrency"] for line in lines if "moves" in line] == [
+        int(line["moves"][-1].split(":")[0].split()[-1]) for line in lines if "moves" in line
+    ]

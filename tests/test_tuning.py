@@ -104,6 +104,21 @@ def test_a_policy_that_becomes_five_times_slower_is_noticed() -> None:
     assert moves[-1].time_s < 4
 
 
+def test_statistics_have_every_knob_and_the_number_of_moves() -> None:
+    async def main() -> None:
+        async with rig(replace(FIXED), runtime={"pin": {"concurrency": 5}}) as r:
+            begun = r.rt.statistics()["tuner"]
+            await asyncio.sleep(2)
+            now = r.rt.statistics()["tuner"]
+            assert (begun["moves"], begun["gen/threshold"]) == (0, 1)
+            assert (now["moves"], now["gen/threshold"]) == (len(r.moves), r.threshold)
+            assert begun["gen/threshold"] < now["gen/threshold"]
+            assert {"gen/max_size", "gen/max_wait_s", "gen/num_lanes", "cores/sim"} <= now.keys()
+            assert now["concurrency"] == 5
+
+    run_virtual(main())
+
+
 # It stays out of the way.
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from bench.probed import simulator
 from bench.profiles import PROFILES, Within, names, rules
 from bench.workload import (
     SCHEMA,
@@ -31,6 +32,7 @@ from bench.workload import (
     speedup,
 )
 from ebrl.core.errors import ConfigError
+from ebrl.core.profile import StageProfile, StageRecord
 
 ALL_W = ["W1", "W2", "W3", "W4", "W5a", "W5b"]
 MACHINES = ["a100", "h200", "rtx4090"]
@@ -368,3 +370,24 @@ def test_the_tables_of_the_readme_are_the_schema(kind: str) -> None:
         for name in fields
     }
     assert in_files == set(documented)
+
+
+def known(seconds: Iterable[float]) -> StageRecord:
+    profile = StageProfile("step", "envs", num_samples=20_000)
+    profile.latency.extend(seconds)
+    return profile.record()
+
+
+@pytest.mark.parametrize(("true", "found"), [(0.5, 0.48), (1.0, 0.94), (2.0, 1.6)])
+def test_the_variation_of_what_was_measured_lacks_its_tail(true: float, found: float) -> None:
+    sigma = math.sqrt(math.log1p(true**2))
+    normal = np.random.default_rng(0).standard_normal(20_000)
+    record = known(np.exp(sigma * normal - sigma**2 / 2).tolist())
+    assert simulator(record, None)["step_cv"] == pytest.approx(found, abs=0.06)
+    assert simulator(record, None)["step_s"] == pytest.approx(1.0, rel=0.03)
+
+
+def test_rare_stalls_are_in_the_mean_and_hardly_in_the_variation() -> None:
+    record = known(([1.0] * 199 + [50.0]) * 100)
+    assert simulator(record, None)["step_s"] == pytest.approx(1.245)
+    assert simulator(record, None)["step_cv"] == pytest.approx(1.0, abs=0.1), "and not 2.8"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.plot import Picture
 from bench.report import Check
 
 
@@ -17,15 +18,13 @@ class Result:
         checks: One per bar.
         data: For the JSON line.
         lines: For people.
-        bars: ``(label, {scheduler: value})``: what the plot shows.
-        bars_show: What the values are.
+        pictures: What the plot shows.
     """
 
     checks: list[Check]
     data: dict[str, Any]
     lines: list[str]
-    bars: list[tuple[str, dict[str, float]]] = field(default_factory=list)
-    bars_show: str = ""
+    pictures: list[Picture] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+from bench.plot import Picture
 from bench.report import Check, at_least
 from bench.runs import Job, by_scheduler, load, run_all, sweep
+from bench.shown import HEADING, records, row
 from bench.suites import Ask, Result
-from bench.workload import bound
+from bench.workload import Workload, bound
 from ebrl.core.rng import Domain, stream
 
 BASE = "W2"  # whose numbers are multiplied
@@ -24,24 +26,31 @@ def suite(ask: Ask) -> Result:
             workload = ("w", BASE, str(num_envs))
             jobs.append(Job(workload, scheduler, changes, lanes=lanes, drop=drop, count=count, seed=ask.seed))
     outcomes = run_all(jobs)
-    ratios, lines, data, bars = [], [], [], []
-    for num_envs, lanes, changes in draws:
+    ratios, lines, data, bars = [], [HEADING], [], {}
+    for number, (num_envs, lanes, changes) in enumerate(draws):
         found = by_scheduler(o for o in outcomes if o.job.changes == changes)
         ours, fixed_speeds = found["ebrl"], {key: o.speed for key, o in found.items() if key != "ebrl"}
         best = max(fixed_speeds, key=fixed_speeds.__getitem__)
         ratio, workload_ = ours.speed / fixed_speeds[best], load(ours.job)
         ratios.append(ratio)
-        simulator, policy = workload_.simulator, workload_.policy
-        text = (
-            f"N {num_envs:3} lanes {lanes} step {1e3 * simulator.step_s:4.1f} ms cv {simulator.step_cv:.2f} "
-            f"batch {1e3 * policy.fixed_s:4.1f} + {1e3 * policy.per_sample_s:.3f} n ms"
-        )
+        text = describe(workload_, lanes)
+        limit = bound(workload_) if lanes == 1 else None
         greedy = fixed_speeds["fixed:1"] / fixed_speeds[best]
         lines.append(f"{text}: best {best:9} ebrl / best {ratio:.3f}  greedy / best {greedy:.3f}")
-        of_bound = ours.speed / bound(workload_) if lanes == 1 else None
-        data.append({"ratio": ratio, "best": best, "workload": text, "of_bound": of_bound})
-        bars.append((f"N {num_envs}", {"ebrl / best fixed": ratio}))
-    return Result(verdict(ratios), {"draws": data}, [*lines, summary(ratios)], bars, "ratio")
+        lines.append(row("  ebrl", ours, limit))
+        runs = records(found, limit, ("ebrl", best, "fixed:1"))
+        data.append({"ratio": ratio, "best": best, "workload": text, "bound": limit, "runs": runs})
+        bars[f"{number}: N {num_envs}"] = {"ebrl / best fixed": ratio}
+    return Result(verdict(ratios), {"draws": data}, [*lines, summary(ratios)], [Picture("", bars, "ratio")])
+
+
+def describe(workload: Workload, lanes: int) -> str:
+    """Return what was drawn."""
+    simulator, policy = workload.simulator, workload.policy
+    return (
+        f"N {simulator.num_envs:3} lanes {lanes} step {1e3 * simulator.step_s:4.1f} ms cv {simulator.step_cv:.2f} "
+        f"batch {1e3 * policy.fixed_s:4.1f} + {1e3 * policy.per_sample_s:.3f} n ms"
+    )
 
 
 def verdict(ratios: list[float]) -> list[Check]:

@@ -24,8 +24,10 @@ from statistics import geometric_mean
 from typing import TypeAlias
 
 from bench import baselines
+from bench.plot import Picture
 from bench.report import Check, at_least, at_most
 from bench.runs import Job, Outcome, load, run_all
+from bench.shown import HEADING, pictures, records, row
 from bench.suites import Ask, Result
 from bench.workload import Workload, bound, limits, pairs
 
@@ -69,7 +71,7 @@ def suite(ask: Ask) -> Result:
     )
     found = {case: {family_of(o): o for o in final if o.job.workload[1:] == case} for case in cases}
     ratios = {case: ratio(found[case], RLINF) for case in cases}
-    lines = [line(outcomes) for outcomes in found.values()] + summary(found)
+    lines = [HEADING, *(text for outcomes in found.values() for text in line(outcomes)), *summary(found)]
     checks, data = verdict(found, ratios)
     if not ask.smoke:
         more, varied, text = sensitivity(found, ask.seed)
@@ -80,12 +82,14 @@ def suite(ask: Ask) -> Result:
         checks.append(split)
         lines += text
         data |= {"varied": varied, "rollouts alone": alone}
-    bars = [
-        ("+".join(case[:2]), {name: o.speed / found[case]["ebrl"].speed for name, o in found[case].items()})
-        for case in cases
-        if case[2] == "h200"
-    ]
-    return Result(checks, data, lines, bars, "rate, as a part of EBRL's")
+    return Result(checks, data, lines, drawn({"+".join(case[:2]): found[case] for case in cases if case[2] == "h200"}))
+
+
+def drawn(cases: dict[str, dict[str, Outcome]]) -> list[Picture]:
+    """Return pictures of some cases."""
+    bars = {label: {name: o.speed / runs["ebrl"].speed for name, o in runs.items()} for label, runs in cases.items()}
+    modes = {label: {name: o for name, o in runs.items() if name in ("ebrl", *RLINF)} for label, runs in cases.items()}
+    return [Picture("", bars, "rate, as a part of EBRL's"), *pictures(modes)]
 
 
 def families_of(case: Case) -> tuple[str, ...]:
@@ -148,11 +152,14 @@ def verdict(found: Found, ratios: dict[Case, float]) -> tuple[list[Check], dict[
         if attainable(workload):
             part = outcomes["ebrl"].speed / bound(workload)
             checks.append(at_least(f"{workload.name}: part of the bound, attainable", part, 0.9))
-    data: dict[str, object] = {
-        "+".join(case): {outcome.job.scheduler: outcome.speed for outcome in outcomes.values()}
-        for case, outcomes in found.items()
-    }
-    return checks, data
+    return checks, {"+".join(case): written(outcomes) for case, outcomes in found.items()}
+
+
+def written(outcomes: dict[str, Outcome]) -> dict[str, object]:
+    """Return a case for the JSON line; the bound is that of the rollout alone."""
+    limit = bound(load(outcomes["ebrl"].job))
+    runs = {outcome.job.scheduler: outcome for outcome in outcomes.values()}
+    return {"bound": limit, "runs": records(runs, limit, runs)}
 
 
 def summary(found: Found) -> list[str]:
@@ -177,16 +184,17 @@ def spread(values: Collection[float]) -> str:
     return f"{min(values):.2f} .. {geometric_mean(values):.2f} (geometric mean) .. {max(values):.2f}"
 
 
-def line(found: dict[str, Outcome]) -> str:
-    """Return a row of the table."""
+def line(found: dict[str, Outcome]) -> list[str]:
+    """Return the rows of a case."""
     workload = load(found["ebrl"].job)
     limit = limits(workload)
     causes = f"sim {limit.simulation:.0f} gen {limit.generation:.0f} train {limit.training:.0f}"
     others = "  ".join(f"{o.job.scheduler} {o.speed:.1f}" for name, o in found.items() if name != "ebrl")
-    return (
+    compared = (
         f"{workload.name:28} ({causes}/s)  ebrl {found['ebrl'].speed:.1f}/s  {others}  "
         f"-> {ratio(found, RLINF):.2f} x RLinf's best mode"
     )
+    return [compared, row("  ebrl", found["ebrl"], bound(workload))]
 
 
 def sensitivity(found: Found, seed: int) -> tuple[list[Check], dict[str, list[float]], list[str]]:

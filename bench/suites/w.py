@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bench.plot import Picture
 from bench.report import Check, at_least
 from bench.runs import Job, Outcome, by_scheduler, load, run_all, sweep
+from bench.shown import HEADING, pictures, records, row
 from bench.suites import Ask, Result
 from bench.workload import bound
 
@@ -22,18 +24,20 @@ def suite(ask: Ask) -> Result:
         for scheduler in schedulers(num, ask)
     ]
     outcomes = run_all(jobs)
-    checks, lines, data, bars = [], [], {}, []
+    checks, lines, data, bars, runs = list[Check](), [HEADING], {}, {}, {}
     for name, num in cases:
         found = by_scheduler(o for o in outcomes if o.job.workload == ("w", name, str(num)))
         label, limit = f"{name} N={num}", bound(load(found["ebrl"].job))
         fixed = {key: outcome.speed for key, outcome in found.items() if key.startswith("fixed:")}
         best = max(fixed, key=fixed.__getitem__)
         checks += compare(label, found, fixed[best])
+        shown = tuple(dict.fromkeys(["lockstep", "greedy", best, "ebrl", *ask.schedulers]))
         lines.append(line(label, found, best, limit))
-        data[label] = {key: outcome.speed / limit for key, outcome in found.items()} | {"bound": limit}
-        shown = ("lockstep", "greedy", best, "ebrl", *ask.schedulers)
-        bars.append((label, {key.split(":")[0] if key == best else key: found[key].speed / limit for key in shown}))
-    return Result(checks, data, lines, bars, "part of the bound")
+        lines += [row(f"  {key}", found[key], limit) for key in dict.fromkeys(["ebrl", *ask.schedulers])]
+        data[label] = {"bound": limit, "runs": records(found, limit, shown)}
+        runs[label] = {"fixed" if key == best else key: found[key] for key in shown}
+        bars[label] = {key: outcome.speed / limit for key, outcome in runs[label].items()}
+    return Result(checks, data, lines, [Picture("", bars, "part of the bound"), *pictures(runs)])
 
 
 def schedulers(num_envs: int, ask: Ask) -> list[str]:

@@ -189,9 +189,9 @@ class ProbeConfig:
         horizon: Simulator steps after which an episode is truncated; default: the environment's own.
         host: Where simulators run; default: what the environment wants.
         policy: Measure also the policy that ``ebrl train`` would begin with in this environment.
-        hidden: Widths of the hidden layers of that policy.
-        memory_size: Numbers that it remembers; 0: none.
-        max_batch: Most rows of a batch.
+        hidden: Widths of the hidden layers of that policy; default: those of ``ebrl train``.
+        memory_size: Numbers that it remembers; default: none.
+        max_batch: Most rows of a batch; default: 64.
         seconds: That simulators are measured for, and so long the policy.
         seed: Of episodes, actions and observations.
         out: File to write. What it says of other stages stays.
@@ -202,9 +202,9 @@ class ProbeConfig:
     horizon: int | None = None
     host: Host | None = None
     policy: bool = False
-    hidden: tuple[int, ...] = (64, 64)
-    memory_size: int = 0
-    max_batch: int = 64
+    hidden: tuple[int, ...] | None = None
+    memory_size: int | None = None
+    max_batch: int | None = None
     seconds: float = 5.0
     seed: int = 0
     out: Path = Path("profile.json")
@@ -223,8 +223,8 @@ class ProbeConfig:
             env_kwargs=self.env_kwargs,
             horizon=self.horizon,
             host=self.host,
-            hidden=self.hidden,
-            memory_size=self.memory_size,
+            hidden=TrainConfig.hidden if self.hidden is None else self.hidden,
+            memory_size=self.memory_size or 0,
             seed=self.seed,
         )
 

@@ -24,7 +24,10 @@ UPDATE = re.compile(r'{"update": (\d+),.*}')  # a line of metrics that is whole
 
 def holds_run(folder: Path) -> bool:
     """Whether a run was kept there."""
-    return (folder / "config.json").is_file()
+    try:
+        return (folder / "config.json").is_file()
+    except OSError:  # no name that a folder can have
+        return False
 
 
 def refuse_existing(folder: Path) -> None:

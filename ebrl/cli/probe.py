@@ -12,7 +12,7 @@ from rich.console import Console
 from ebrl.cli import folder as run_folder
 from ebrl.cli.config import ProbeConfig
 from ebrl.cli.eval import read_config
-from ebrl.cli.train import build, describe
+from ebrl.cli.train import build, describe, new_policy
 from ebrl.core.errors import ConfigError, UnknownEnv
 from ebrl.core.machine import LocalMachine
 from ebrl.core.profile import StageRecord
@@ -21,11 +21,12 @@ from ebrl.core.profiles import describe as describe_machine
 from ebrl.core.records import EnvSpec
 from ebrl.core.run import run
 from ebrl.core.runtime import Runtime
-from ebrl.gen.policies import default_policy
 from ebrl.gen.probe import PolicyProbe, probe_policy
 from ebrl.sim.probe import SimulationProbe, probe_simulators, records
 
 ENVS, GEN = "envs", "gen"  # the names that services have unless they are given others
+MAX_BATCH = 64
+OF_POLICIES = ("hidden", "memory_size")  # options that a run has already decided
 
 
 @dataclass
@@ -76,12 +77,13 @@ def make_plan(config: ProbeConfig) -> Plan:
     """
     folder = Path(config.target)
     if run_folder.holds_run(folder):
-        for name in ("env_kwargs", "horizon", "host", "policy"):
-            if getattr(config, name):
-                raise ConfigError(f"--{name.replace('_', '-')} is about environments, but {folder} is a run")
+        for name in given(config, "env_kwargs", "horizon", "host", "policy", *OF_POLICIES):
+            raise ConfigError(f"{name} is not for a run, and {folder} is one: its policy is measured as it is")
         specs, policy = build(read_config(run_folder.load_config(folder)))
         run_folder.load_policy(policy, folder)
         return Plan(specs[0], False, policy, f"the policy of {folder}")
+    for name in () if config.policy else given(config, "max_batch", *OF_POLICIES):
+        raise ConfigError(f"{name} is about a policy: add --policy to measure the one that a run would begin with")
     try:
         spec, *others = describe(config.as_run())
     except UnknownEnv as error:
@@ -94,7 +96,13 @@ def make_plan(config: ProbeConfig) -> Plan:
         )
     if not config.policy:
         return Plan(spec)
-    return Plan(spec, True, default_policy(spec, hidden=config.hidden, seed=config.seed), "a policy that begins")
+    return Plan(spec, True, new_policy(config.as_run(), spec), "a policy that begins")
+
+
+def given(config: ProbeConfig, *names: str) -> list[str]:
+    """Return those options that were given, whatever their value."""
+    bare = ProbeConfig(target=config.target)
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != getattr(bare, name)]
 
 
 async def measure(
@@ -110,7 +118,12 @@ async def measure(
             found = [await probe_simulators(rt, plan.spec, num, seconds=seconds, seed=config.seed) for num in counts]
         if plan.policy is not None:
             batches = await probe_policy(
-                rt, plan.policy, plan.spec, max_batch=config.max_batch, seconds=config.seconds, seed=config.seed
+                rt,
+                plan.policy,
+                plan.spec,
+                max_batch=config.max_batch or MAX_BATCH,
+                seconds=config.seconds,
+                seed=config.seed,
             )
     return found, batches
 

@@ -97,14 +97,18 @@ def describe(config: TrainConfig) -> tuple[EnvSpec, ...]:
 def build(config: TrainConfig) -> tuple[tuple[EnvSpec, ...], TorchPolicy]:
     """Make the description of what is trained in, and an untrained policy for it."""
     specs = describe(config)
-    policy = default_policy(
-        specs[0],
+    return specs, new_policy(config, specs[0])
+
+
+def new_policy(config: TrainConfig, spec: EnvSpec) -> TorchPolicy:
+    """Make an untrained policy for an environment."""
+    return default_policy(
+        spec,
         hidden=config.hidden,
         memory_size=config.memory_size,
         normalize=config.normalize_obs,
         seed=config.seed,
     )
-    return specs, policy
 
 
 def build_learner(config: TrainConfig, policy: TorchPolicy) -> PPO:
@@ -156,6 +160,7 @@ class Session:
             record=config.folder / run_folder.EVENTS if config.record else None,
         )
         self._actor: Generator | None = None
+        self._num_moves = 0
         self._last = "no evaluation"
         self._evaluation: tuple[Generator, EnvGroup] | None = None
 
@@ -191,8 +196,10 @@ class Session:
                 )
                 with progress:
                     async for report in rt.start(trainer):
-                        await io.run(self._metrics.write, report.env_steps, flatten(report))
-                        progress.show(report, rt.statistics())
+                        statistics = rt.statistics()
+                        scalars = flatten(report) | {f"tuner/{k}": v for k, v in statistics["tuner"].items()}
+                        await io.run(self._metrics.write, report.env_steps, scalars, self._new_moves(rt))
+                        progress.show(report, statistics)
                         if config.checkpoint_every and self._due(report, config.checkpoint_every):
                             await self._saves.save(trainer)
                         if config.evaluates and self._due(report, config.eval_every):
@@ -207,6 +214,11 @@ class Session:
         finally:
             if self._trace is not None:
                 self._trace.save(config.folder / "trace.json")
+
+    def _new_moves(self, rt: Runtime) -> list[str]:
+        """Return what the tuner did since this was asked last."""
+        num, self._num_moves = rt.tuning.num_moves - self._num_moves, rt.tuning.num_moves
+        return [f"{move.time_s:.1f} s {move}" for move in rt.tuning.moves[-num:]] if num else []
 
     def _group(self, actor: Generator, count: int, name: str) -> EnvGroup:
         return EnvGroup(self._specs, actor=actor, count=count, lanes=self._config.lanes, name=name)

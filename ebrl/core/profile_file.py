@@ -12,7 +12,7 @@ JSON; seconds throughout::
           "fits": [                                     t(n) = a_s + b_s * n, one for each share, which is unique
             {"share": 4.0, "a_s": 0.004, "b_s": 0.0005, "num": 99.3}
           ],
-          "mean_s": 0.0071,                             of the latencies
+          "mean_s": 0.0071,                             of the latencies, between their ends; 0 where there are none
           "quantiles_s": [0.0042, 0.0043, 0.0196],      at equal distances from 0 to 1, rising: none, or at least two
           "num": 52000                                  requests, steps or resets that were served in all
         }
@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from reprlib import repr as short
@@ -36,6 +37,7 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.profile import FitRecord, StageProfile, StageRecord
 
 VERSION = 1
+ROUNDING = 1e-9  # of a mean of equal numbers, which is not quite what they are
 HUGE = 1e12  # more than any number of seconds, calls or units; so infinity and NaN are refused
 
 
@@ -82,12 +84,31 @@ def save(path: Path, profiles: Iterable[StageProfile | StageRecord], machine: st
     records = [asdict(item.record() if isinstance(item, StageProfile) else item) for item in profiles]
     assert len({(record["name"], record["group"]) for record in records}) == len(records), "two profiles of one stage"
     text = json.dumps({"version": VERSION, "machine": machine, "stages": records}, indent=1, allow_nan=False)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may save at once
-    try:
+    with _partial(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """See that `save` can write a file, before what it would hold is measured.
+
+    Raises:
+        ConfigError: The operating system does not allow it.
+    """
+    with _partial(path) as partial:
+        partial.touch()
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """Give the name under which a file is written before it is whole, and leave nothing there."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two runs may save at once
+    try:
+        try:
+            yield partial
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:  # of the removal, if that fails too, which it does for the same reason
         raise ConfigError(f"{path}: the profiles cannot be written: {error.strerror}") from error
 
 
@@ -116,11 +137,15 @@ def _stage(node: _Node) -> StageRecord:
     values = tuple(item.number() for item in quantiles.items())
     if len(values) == 1 or list(values) != sorted(values):
         raise quantiles.wrong("empty, or two or more rising numbers")
+    mean_s = node.field("mean_s")
+    low_s, high_s = (values[0], values[-1]) if values else (0.0, 0.0)
+    if not low_s * (1 - ROUNDING) <= mean_s.number() <= high_s * (1 + ROUNDING):
+        raise mean_s.wrong(f"between the ends of quantiles_s, {low_s:g} and {high_s:g}")
     return StageRecord(
         name=node.field("name").text(),
         group=node.field("group").text(),
         fits=node.field("fits").unique(_fit, lambda fit: fit.share, "share"),
-        mean_s=node.field("mean_s").number(),
+        mean_s=mean_s.number(),
         quantiles_s=values,
         num=node.field("num").number(),
     )

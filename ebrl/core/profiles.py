@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.profile import StageProfile, StageRecord
-from ebrl.core.profile_file import SavedProfiles, load, save
+from ebrl.core.profile_file import SavedProfiles, check_writable, load, save
 from ebrl.core.protocols import Machine
 
 logger = logging.getLogger("ebrl")
@@ -108,10 +108,10 @@ def check_update(path: Path, machine: Machine) -> tuple[StageRecord, ...]:
     """Return what a file says, if there is one, and see whether `update` may write it.
 
     Raises:
-        ConfigError: It is no file of profiles, or was measured on another machine, or there is no folder for it.
+        ConfigError: It is no file of profiles, or was measured on another machine, or the operating system does not
+            allow it.
     """
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the profiles cannot be written: there is no folder {path.parent}")
+    check_writable(path)
     if not path.exists():
         return ()
     saved, here = load(path), describe(machine)

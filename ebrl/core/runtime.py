@@ -40,6 +40,7 @@ SWITCH_INTERVAL_S = 5e-4  # the default of 5 ms lets Python code of a learner ta
 YOUNG_THRESHOLD = 1_000_000  # more objects than before that start a collection by themselves
 LEAST_S = 0.05  # what closing a service may take in any case, whatever those before it took
 FULL_EVERY = 64  # boundaries after which all generations are collected
+TUNER = "tuner"  # beside the names of services
 MAX_GROWTH = 10_000  # more objects than before that start one between updates
 
 
@@ -161,7 +162,7 @@ class Runtime:
         if self._state != "open":
             raise Closed(f"{service.name} was started outside `async with Runtime()`")
         name, number = service.name, 1
-        while name in self._services:
+        while name in self._services or name == TUNER:
             number += 1
             name = f"{service.name}-{number}"
         service.name = name  # it keys random streams
@@ -188,8 +189,9 @@ class Runtime:
         return self._scope.start(coro, name)
 
     def statistics(self) -> Mapping[str, Mapping[str, float]]:
-        """Numbers of every service, by name."""
-        return {name: service.statistics() for name, (service, _) in self._services.items()}
+        """Numbers of every service by name, and under ``tuner`` the knobs and how often one was turned."""
+        services = {name: service.statistics() for name, (service, _) in self._services.items()}
+        return {**services, TUNER: self.tuning.statistics()}
 
     def boundary(self) -> None:
         """Collect garbage if some may have gathered; called between updates, where a pause costs least."""

@@ -69,6 +69,7 @@ class Tuning:
 
     Attributes:
         num_decisions: How often it was asked.
+        num_moves: How many knobs it has turned.
         cpu_s: Of the loop's thread, in decisions so far.
     """
 
@@ -98,6 +99,7 @@ class Tuning:
             ConfigError: A pin that is no knob of this machine, or that it cannot be set to.
         """
         self.num_decisions = 0
+        self.num_moves = 0
         self._tuner = Tuner() if enabled else None
         self.cpu_s = 0.0
         self._spawn = spawn
@@ -125,6 +127,17 @@ class Tuning:
         """What was turned and why, in seconds of the run; the latest moves, oldest first."""
         moves = self._tuner.moves if self._tuner is not None else ()
         return tuple(replace(move, time_s=move.time_s - self._opened_s) for move in moves)
+
+    def statistics(self) -> dict[str, float]:
+        """Return the number of moves, and what every knob is set to, those of a generator after its name."""
+        values: dict[str, float] = {"moves": self.num_moves}
+        for generator in self._generators:
+            reading = generator.reading()
+            values |= {f"{reading.name}/{name}": value for name, value in reading.batching._asdict().items()}
+        if "sim" in self._claims:
+            values["concurrency"] = self._claims["sim"].account.ceiling
+        values |= {f"cores/{kind}": claim.account.rate for kind, claim in self._claims.items()}
+        return values | ({"partition": self._gen_units} if self._machine.sm_units else {})
 
     def open(self, now_s: float) -> None:
         """Set what is pinned; called when the runtime opens."""
@@ -183,6 +196,7 @@ class Tuning:
             self._set(move.knob, move.new)
         else:
             services[move.service].turn(move)
+        self.num_moves += 1
         logger.debug("tuner: %s", move)
         if self._trace is not None:
             why, knob = str(move), f"{move.service}.{move.knob}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from ebrl.core.records import UpdateReport
 from ebrl.train.evaluate import EvalReport
@@ -58,14 +58,17 @@ class MetricsWriter:
         self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder))
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def write(self, step: int, scalars: Mapping[str, float], moves: Sequence[str] = ()) -> None:
         """Write one line; values that are not finite become null there, and are left out of TensorBoard.
 
         Args:
             step: Horizontal axis in TensorBoard: env steps.
             scalars: By name.
+            moves: Of the tuner since the last line, with their reasons; in the JSON line only.
         """
-        line = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        line: dict[str, Any] = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        if moves:
+            line["moves"] = list(moves)
         self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
         for name, value in scalars.items():
