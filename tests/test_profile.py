@@ -198,7 +198,7 @@ def test_never_negative_never_falling(calls: list[tuple[int, float]], forgetting
         fit.observe(*call)
         assert 0.0 <= fit.a_s < math.inf
         assert 0.0 <= fit.b_s < math.inf
-        assert 0.0 < fit.num <= 1.0 / (1.0 - forgetting) + 1.0 if forgetting < 1.0 else len(calls)
+        assert 0.0 < fit.num <= (1.0 / (1.0 - forgetting) + 1.0 if forgetting < 1.0 else len(calls))
         assert fit.residual >= 0.0
         assert fit.a_s <= 1e6 * (1.0 + 1e-9)
 

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from ebrl.core import batching
 from ebrl.core.readings import Batching, CoreReading, GenReading, Move, Reading, SimReading, TrainReading, text
 from ebrl.core.sharing import shared_limit
 from ebrl.core.split import split
+from ebrl.core.throughput import Forecast, Loop, forecast
 from ebrl.core.trial import PATIENCE_S, SHORTEST_S
 from ebrl.core.tuner import FIRST_LOOK_S, LEAST_LATENCIES, LOOK_AGAIN_S, REFUSED_S, SLOWEST_LOOK_S, Tuner
 from tests.plant import FEW_MOVES, GREEDY, Plant, accustomed, busiest, poor_above, turned, warm
@@ -349,6 +352,34 @@ def test_a_first_move_may_be_mended_and_is_taken_back_to_what_was_before_all_of_
     assert turned(moves) == [(1, first.new.threshold), (first.new.threshold, 58), (58, 1)]
     assert moves[1].time_s - first.time_s < 0.1
     assert "promised" in moves[2].reason
+
+
+# What a decision takes.
+
+
+def test_a_decision_makes_few_forecasts_however_many_generators_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Loop] = []
+
+    def counted(loop: Loop, thresholds: NDArray[np.int64]) -> Forecast:
+        made.append(loop)
+        return forecast(loop, thresholds)
+
+    monkeypatch.setattr(batching, "forecast", counted)
+    names = ("gen", "eval", "other")
+    plants = [Plant(name=name, choices=range(1, 9), lanes=2, per_request_s=4e-4, latency_s=0.001) for name in names]
+    tuner, moved = Tuner(), set()
+    for _ in range(200):
+        for plant in plants:
+            plant.advance(tuner.look_s)
+        readings = [plant.reading() for plant in plants]
+        sims = tuple(replace(reading.sims[0], name=reading.gens[0].name) for reading in readings)
+        made.clear()
+        move = tuner.decide(replace(readings[0], gens=tuple(reading.gens[0] for reading in readings), sims=sims))
+        assert len(made) <= 3
+        if move is not None:
+            moved.add(move.service)
+            plants[names.index(move.service)].turn(move)
+    assert moved == set(names), "each has its turn"
 
 
 # What batches of one size hide.

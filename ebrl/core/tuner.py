@@ -48,6 +48,7 @@ class Tuner:
     def __init__(self) -> None:
         self.look_s = FIRST_LOOK_S
         self.moves: deque[Move] = deque(maxlen=256)
+        self._num_looks = 0  # at generators, in turn
         self._regimes: dict[str, Regime] = {}
         self._changed_s = -math.inf  # when one of them did last
         self._news_s = -math.inf  # when one of them did after a while without: phases that alternate are no news
@@ -70,16 +71,19 @@ class Tuner:
         stretch, trial = Stretch(self._since, reading), self._trial
         if trial is not None and (stretch.judges or not trial.promised):
             return self._judge(stretch, trial)
-        for gen in reading.gens:
-            if len(gen.latencies_s) < LEAST_LATENCIES or (trial is not None and trial.gen != gen.name):
-                continue
-            if trial is not None:  # few latencies were known, or those of another regime: its forecast may be mended
-                move = self._batching(stretch, gen)
-            else:
-                move = self._partition(stretch, gen) or self._batching(stretch, gen) or self._cores(stretch)
-            if move is not None:
-                return self._turn(stretch, move)
-        return None
+        known = [gen for gen in reading.gens if len(gen.latencies_s) >= LEAST_LATENCIES]
+        if trial is not None:  # few latencies were known, or those of another regime: its forecast may be mended
+            known = [gen for gen in known if gen.name == trial.gen]
+        if not known:
+            return None
+        gen, self._num_looks = (
+            known[self._num_looks % len(known)],
+            self._num_looks + 1,
+        )  # one at a time: it takes a while
+        move = self._partition(stretch, gen) if trial is None else None
+        move = move or self._batching(stretch, gen)
+        move = move or (self._cores(stretch) if trial is None else None)
+        return self._turn(stretch, move) if move is not None else None
 
     # What is known.
 
