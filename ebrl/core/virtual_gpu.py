@@ -81,10 +81,6 @@ class VirtualGpu:
         self._jobs.append(_Job(kind, seconds, done))
         self._divide()
 
-    def rates(self) -> dict[str, float]:
-        """Return the speed at which a job of each running kind makes progress now; 1 is that of a job alone."""
-        return {job.kind: job.rate for job in self._jobs}
-
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
         for job in self._jobs:
