@@ -43,6 +43,8 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 BARS_US = {64: 5.0, 1024: 5.0, 4096: 7.0}
 PROCESS_BAR_US = 12.0
+DECISION_BAR_MS = 5.0
+TUNER_BAR = 0.01
 
 
 class NoLatencyEnv(gymnasium.Env[Array, Array]):
@@ -90,11 +92,18 @@ class NoLearner:
 
 @dataclass(frozen=True)
 class Cost:
-    """Per environment step, in microseconds of CPU time; and steps per second of wall time."""
+    """Per environment step, in microseconds of CPU time; steps per second of wall time; and what the tuner takes.
+
+    Attributes:
+        decision_ms: CPU time of a decision of the tuner.
+        tuner_part: Of the loop's thread, in decisions.
+    """
 
     loop_us: float
     process_us: float
     steps_per_s: float
+    decision_ms: float
+    tuner_part: float
 
 
 async def measure(num_envs: int, seconds: float, lanes: int, seed: int, log: Path | None = None) -> Cost:
@@ -105,16 +114,18 @@ async def measure(num_envs: int, seconds: float, lanes: int, seed: int, log: Pat
         gen = rt.start(Generator(policy))
         envs = rt.start(EnvGroup(spec, actor=gen, count=num_envs, lanes=lanes))
         trainer = Trainer(envs, NoLearner(policy, 16 * num_envs), updates=1_000_000)
-        began: tuple[float, float, float, int] | None = None
+        began: tuple[float, float, float, int, float] | None = None
         async for report in rt.start(trainer):
             if report.update == 3:
-                began = time.perf_counter(), time.thread_time(), time.process_time(), report.env_steps
+                began = time.perf_counter(), time.thread_time(), time.process_time(), report.env_steps, rt.tuning.cpu_s
             elif began is not None and time.perf_counter() - began[0] >= seconds:
                 steps = report.env_steps - began[3]
                 return Cost(
                     (time.thread_time() - began[1]) / steps * 1e6,
                     (time.process_time() - began[2]) / steps * 1e6,
                     steps / (time.perf_counter() - began[0]),
+                    1e3 * rt.tuning.cpu_s / max(rt.tuning.num_decisions, 1),
+                    (rt.tuning.cpu_s - began[4]) / (time.perf_counter() - began[0]),
                 )
     raise AssertionError("the trainer ended early")
 
@@ -164,10 +175,19 @@ def answer(args: argparse.Namespace) -> int:
             f"{name:8} {count:5} envs: loop {show(loop, ' us')}, "
             f"process {show(process, ' us')}, {show(rate, ' steps/s')}"
         )
-        data[f"{name}-{count}"] = {"loop_us": loop, "process_us": process, "steps_per_s": rate}
+        tuner_ms, tuner_part = spread([run.decision_ms for run in runs]), spread([run.tuner_part for run in runs])
+        data[f"{name}-{count}"] = {
+            "loop_us": loop,
+            "process_us": process,
+            "steps_per_s": rate,
+            "decision_ms": tuner_ms,
+            "tuner_part": tuner_part,
+        }
         if name == "uvloop" and count in BARS_US and not args.record:
             checks.append(at_most(f"loop us per step, {count} envs", loop["median"], BARS_US[count]))
             checks.append(at_most(f"process us per step, {count} envs", process["median"], PROCESS_BAR_US))
+            checks.append(at_most(f"ms of a decision of the tuner, {count} envs", tuner_ms["median"], DECISION_BAR_MS))
+            checks.append(at_most(f"part of a core for the tuner, {count} envs", tuner_part["median"], TUNER_BAR))
     memory = idle_memory_kib(counts[-1])
     print(f"memory per idle environment: {memory:.1f} KiB")
     return finish("overhead", args, checks, {**data, "idle_memory_kib": memory, "lanes": args.lanes})

@@ -79,7 +79,7 @@ class Plant(Tuned):
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
         self.batching = self.batching._replace(num_lanes=self.lanes)
-        self._rates: dict[tuple[Batching, float, float, float], tuple[float, float]] = {}
+        self._rates: dict[tuple[Batching, int, float, float, float], tuple[float, float]] = {}
 
     def latencies(self, num: int = 512, factor: float = 1.0) -> Numbers:
         sigma = math.sqrt(math.log1p(self.cv**2))
@@ -88,7 +88,7 @@ class Plant(Tuned):
 
     def rate(self) -> tuple[float, float]:
         """Return decisions per second, and the size of a batch."""
-        key = self.batching, self.fixed_s, self.per_request_s, self.latency_s
+        key = self.batching, self.num_envs, self.fixed_s, self.per_request_s, self.latency_s
         if key not in self._rates:
             self._rates[key] = self._rate()
         rate, size = self._rates[key]

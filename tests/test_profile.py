@@ -125,7 +125,6 @@ def test_where_a_bound_is_broken_the_best_line_on_it_is_taken(
 def test_a_noisy_line_is_recovered(known: tuple[float, float], seed: int, noise: float) -> None:
     fit = feed(LinearFit(), random.Random(seed), a_s=known[0], b_s=known[1], noise=noise)
     assert off(fit, *known) < 0.03 + 1.2 * noise
-    assert 0.6 * noise < fit.residual < 1.8 * noise
     assert fit.num == pytest.approx(100, abs=6)
 
 
@@ -140,9 +139,9 @@ def test_stalls_do_not_matter(known: tuple[float, float], seed: int, noise: floa
 @given(seeds, st.floats(10.0, 50.0), st.integers(1, 64))
 def test_one_stall_moves_nothing(seed: int, times: float, n: int) -> None:
     fit = feed(LinearFit(), random.Random(seed))
-    before = (fit.a_s, fit.b_s, fit.residual)
+    before = (fit.a_s, fit.b_s, fit.num)
     fit.observe(n, line(n) * times)
-    assert (fit.a_s, fit.b_s, fit.residual) == before
+    assert (fit.a_s, fit.b_s, fit.num) == before
 
 
 def test_a_stall_at_a_size_that_was_never_seen_moves_nothing() -> None:
@@ -198,15 +197,14 @@ def test_never_negative_never_falling(calls: list[tuple[int, float]], forgetting
         fit.observe(*call)
         assert 0.0 <= fit.a_s < math.inf
         assert 0.0 <= fit.b_s < math.inf
-        assert 0.0 < fit.num <= 1.0 / (1.0 - forgetting) + 1.0 if forgetting < 1.0 else len(calls)
-        assert fit.residual >= 0.0
+        assert 0.0 < fit.num <= (1.0 / (1.0 - forgetting) + 1.0 if forgetting < 1.0 else len(calls))
         assert fit.a_s <= 1e6 * (1.0 + 1e-9)
 
 
 @given(seeds)
 def test_equal_calls_give_equal_fits(seed: int) -> None:
     first, second = (feed(LinearFit(), random.Random(seed), 60, stalls=0.1) for _ in range(2))
-    assert (first.a_s, first.b_s, first.num, first.residual) == (second.a_s, second.b_s, second.num, second.residual)
+    assert (first.a_s, first.b_s, first.num) == (second.a_s, second.b_s, second.num)
 
 
 def test_a_warm_start_is_a_prior() -> None:
@@ -404,23 +402,11 @@ def test_a_new_share_takes_the_slope_of_the_nearest() -> None:
     assert made.predict(64, 8) == pytest.approx(line(64) / math.sqrt(8), rel=0.05)
 
 
-@given(st.floats(0.0, 0.1), st.floats(0.0, 0.01), st.integers(1, 64))
-def test_the_best_rate_is_the_best(a_s: float, b_s: float, n_max: int) -> None:
-    made = StageProfile("gen")
-    made.warm_start(StageRecord("gen", fits=(FitRecord(2.0, a_s, b_s, 9.0),)))
-    times = [made.predict(n, 2.0) for n in range(1, n_max + 1)]
-    best = max(n / t if t else math.inf for n, t in enumerate(times, 1))
-    assert made.best_rate(2.0, n_max) == pytest.approx(best)
-    assert StageProfile("new").best_rate(1.0, n_max) == math.inf
-
-
 def test_steps_and_resets_are_kept_apart() -> None:
     sim = SimulationProfile("reach")
-    assert math.isnan(sim.steps_per_reset)
     sim.step.latency.extend([0.01, 0.03])
     sim.reset.latency.add(1.0)
     sim.turnaround.latency.extend([0.02] * 3)
-    assert sim.steps_per_reset == pytest.approx(50.0)
     assert [(stage.name, stage.group, len(stage.latency)) for stage in sim.stages] == [
         ("step", "reach", 2),
         ("reset", "reach", 1),

@@ -8,11 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from ebrl.core import batching
 from ebrl.core.readings import Batching, CoreReading, GenReading, Move, Reading, SimReading, TrainReading, text
 from ebrl.core.sharing import shared_limit
 from ebrl.core.split import split
-from ebrl.core.trial import PATIENCE_S
+from ebrl.core.throughput import Forecast, Loop, forecast
+from ebrl.core.trial import PATIENCE_S, SHORTEST_S
 from ebrl.core.tuner import FIRST_LOOK_S, LEAST_LATENCIES, LOOK_AGAIN_S, REFUSED_S, SLOWEST_LOOK_S, Tuner
 from tests.plant import FEW_MOVES, GREEDY, Plant, accustomed, busiest, poor_above, turned, warm
 
@@ -275,6 +280,108 @@ def test_few_moves_in_a_steady_but_noisy_place(
     assert busiest(moves) <= FEW_MOVES, turned(moves)
 
 
+# Moves that come before enough was measured.
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.7])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_first_move_that_falls_short_of_its_forecast_is_taken_back(factor: float, trained: bool) -> None:
+    plant, tuner, moves = Plant(surprise=poor_above(20, factor)), Tuner(), []
+    best, _ = plant.rate()
+    for updates in range(1, 61):
+        plant.advance(tuner.look_s)
+        train = TrainReading("trainer", "gen", updates, int(plant.steps), 0.0, plant.now_s)
+        reading = plant.reading()
+        move = tuner.decide(replace(reading, trains=(train,)) if trained else reading)
+        if move is not None:
+            plant.turn(move)
+            moves.append(move)
+    assert moves[0].time_s - 100 <= 2 * FIRST_LOOK_S, "a cold start does not wait"
+    assert turned(moves[:2]) == [(1, 58), (58, 1)]
+    assert "promised" in moves[1].reason
+    assert moves[1].time_s - 100 <= 4 * SHORTEST_S
+    assert busiest(moves) <= FEW_MOVES
+    assert plant.rate()[0] >= 0.97 * best
+
+
+def test_what_was_better_after_all_stays_and_is_questioned_once() -> None:
+    plant = Plant(surprise=poor_above(20, 0.85))  # less than was promised, and still the best there is
+    moves = plant.run(Tuner(), 600)
+    assert turned(moves) == [(1, 58), (58, 1), (1, 58)]
+    assert moves[2].time_s - moves[1].time_s <= 4 * SHORTEST_S
+    plant = Plant(surprise=poor_above(20, 0.95))
+    assert turned(plant.run(Tuner(), 600)) == [(1, 58)], "most of the gain has come"
+
+
+@given(
+    at_least=st.integers(2, 60),
+    factor=st.floats(0.3, 1.0),
+    fixed_s=st.sampled_from([0.002, 0.01, 0.02]),
+    latency_s=st.sampled_from([0.005, 0.02]),
+)
+@settings(max_examples=15, deadline=None)
+def test_whatever_surprises_it_ends_with_the_better_of_two(
+    at_least: int, factor: float, fixed_s: float, latency_s: float
+) -> None:
+    plant = Plant(fixed_s=fixed_s, latency_s=latency_s, surprise=poor_above(at_least - 1, factor))
+    before, _ = plant.rate()
+    moves = plant.run(Tuner(), 55)
+    rates = [before, *(replace(plant, batching=move.new).rate()[0] for move in moves)]
+    assert plant.rate()[0] >= 0.95 * max(rates)
+
+
+@pytest.mark.parametrize(
+    "place", [{}, {"fixed_s": 0.002, "per_request_s": 2e-5, "latency_s": 0.02}, {"fixed_s": 0.1}, {"num_envs": 256}]
+)
+def test_a_first_move_that_keeps_its_forecast_is_the_only_one(place: dict[str, float]) -> None:
+    plant = Plant(**place)  # type: ignore[arg-type]
+    moves = plant.run(Tuner(), 300)
+    assert len(moves) == 1
+    assert moves[0].time_s - 100 <= 2 * FIRST_LOOK_S
+
+
+def test_a_first_move_may_be_mended_and_is_taken_back_to_what_was_before_all_of_it() -> None:
+    plant, tuner = Plant(surprise=poor_above(20)), Tuner()
+    plant.advance(tuner.look_s)
+    reading = plant.reading()
+    first = tuner.decide(replace(reading, sims=(replace(reading.sims[0], num_envs=24),)))
+    assert first is not None
+    assert 1 < first.new.threshold < 40
+    plant.turn(first)
+    moves = [first, *plant.run(tuner, 20)]
+    assert turned(moves) == [(1, first.new.threshold), (first.new.threshold, 58), (58, 1)]
+    assert moves[1].time_s - first.time_s < 0.1
+    assert "promised" in moves[2].reason
+
+
+# What a decision takes.
+
+
+def test_a_decision_makes_few_forecasts_however_many_generators_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Loop] = []
+
+    def counted(loop: Loop, thresholds: NDArray[np.int64]) -> Forecast:
+        made.append(loop)
+        return forecast(loop, thresholds)
+
+    monkeypatch.setattr(batching, "forecast", counted)
+    names = ("gen", "eval", "other")
+    plants = [Plant(name=name, choices=range(1, 9), lanes=2, per_request_s=4e-4, latency_s=0.001) for name in names]
+    tuner, moved = Tuner(), set()
+    for _ in range(200):
+        for plant in plants:
+            plant.advance(tuner.look_s)
+        readings = [plant.reading() for plant in plants]
+        sims = tuple(replace(reading.sims[0], name=reading.gens[0].name) for reading in readings)
+        made.clear()
+        move = tuner.decide(replace(readings[0], gens=tuple(reading.gens[0] for reading in readings), sims=sims))
+        assert len(made) <= 3
+        if move is not None:
+            moved.add(move.service)
+            plants[names.index(move.service)].turn(move)
+    assert moved == set(names), "each has its turn"
+
+
 # What batches of one size hide.
 
 
@@ -330,8 +437,9 @@ def test_a_trainer_that_comes_or_goes_ends_the_trial() -> None:
             for _ in range(80):
                 count += 1
                 plant.advance(tuner.look_s)
+                trained = int(plant.steps) // max(1, len(phase))
                 trains = tuple(
-                    replace(one, num_updates=count, num_decisions=100 * count, updated_s=plant.now_s) for one in phase
+                    replace(one, num_updates=count, num_decisions=trained, updated_s=plant.now_s) for one in phase
                 )
                 move = tuner.decide(replace(plant.reading(), trains=trains))
                 if move is not None:
@@ -346,9 +454,11 @@ def test_an_evaluation_that_comes_and_goes_spoils_no_judgement() -> None:
     tuner, _ = judged(plant)
     extra = SimReading("eval", "gen", 32, 1_000_000, 1.0, 64)
     for second in range(40):
+        plant.num_envs = 96 if second < 5 else 64
         plant.advance(1.0)
         reading = plant.reading()
-        move = tuner.decide(replace(reading, sims=(*reading.sims, extra)) if second < 5 else reading)
+        both = replace(reading.sims[0], num_envs=64), extra
+        move = tuner.decide(replace(reading, sims=both) if second < 5 else reading)
         if move is not None:
             assert "taken back" not in move.reason
             plant.turn(move)

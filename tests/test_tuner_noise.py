@@ -225,11 +225,11 @@ def test_an_idle_group_that_ends_takes_nothing_from_a_trial() -> None:
 
 
 def test_a_trainer_that_begins_anew_is_no_judge() -> None:
-    plant, tuner, updates, moves = Plant(), Tuner(), 0, []
+    plant, tuner, updates, before, moves = Plant(), Tuner(), 0, 0, []
     for second in range(60):
         plant.advance(1.0)
-        updates = 0 if second == 20 else updates + 1
-        train = TrainReading("trainer", "gen", updates, 100 * updates, 0.1, plant.now_s)
+        updates, before = (0, int(plant.steps)) if second == 20 else (updates + 1, before)
+        train = TrainReading("trainer", "gen", updates, int(plant.steps) - before, 0.1, plant.now_s)
         move = tuner.decide(replace(plant.reading(), trains=(train,), sm_units=8))
         if move is not None and move.service == "gen":
             plant.turn(move)

@@ -335,9 +335,7 @@ async def test_a_partition_may_change_while_work_runs() -> None:
     gen, train = machine.lane("gen", "gen-0"), machine.lane("train", "train-0")
     running = asyncio.gather(gen.run(spend, 10.0), train.run(spend, 1.0))
     await asyncio.sleep(1.0)
-    assert gpu.rates() == {"gen": 1.0, "train": 0.5}
     gpu.partition = {"gen": 2, "train": 6}
-    assert gpu.rates() == {"gen": 0.5, "train": 0.75}
     await running
     assert round(now(), 9) == round(1.0 + 0.5 / 0.75 + 9.0 - 0.5 * 0.5 / 0.75, 9)
 

@@ -31,10 +31,12 @@ class Plan:
 
     Attributes:
         rule: To launch by.
+        rate: Decisions per second that are forecast with it.
         gain: Relative, over the rule in use.
     """
 
     rule: Batching
+    rate: float
     gain: float
 
 
@@ -63,7 +65,7 @@ def plan(gen: GenReading, num_envs: int, limit: Limit, *, other_lanes: bool = Tr
             found = _best(gen, num_envs, other, limit)
             if found.rate > max(best.rate, here.rate * (1 + LANE_GAIN)):
                 best = found
-    return Plan(best.rule, best.rate / max(here.rate, 1e-12) * (1 + here.gain) - 1.0)
+    return Plan(best.rule, best.rate, best.rate / max(here.rate, 1e-12) * (1 + here.gain) - 1.0)
 
 
 def _best(gen: GenReading, num_envs: int, num_lanes: int, limit: Limit) -> _Best:

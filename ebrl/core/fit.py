@@ -81,11 +81,6 @@ class LinearFit:
         self._rival: LinearFit | None = None
 
     @property
-    def residual(self) -> float:
-        """Usual relative error of `predict`: one standard deviation, outliers limited; a guess at first."""
-        return self._scale
-
-    @property
     def size_spread(self) -> float:
         """Standard deviation of the sizes over their mean; where it is small, `a_s` and `b_s` are hardly told apart."""
         if not self._mean_n or self.num <= 0.0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, log, nan
+from math import inf, log
 from types import MappingProxyType
 
 import numpy as np
@@ -74,8 +74,8 @@ class StageProfile:
         >>> gen = StageProfile("gen")
         >>> for n in (1, 8, 4, 8, 1, 4):
         ...     gen.observe(n, 0.004 + 0.0005 * n, share=4)
-        >>> round(gen.predict(32, share=4), 4), round(gen.predict(32, share=8), 4), round(gen.best_rate(4, n_max=32))
-        (0.02, 0.01, 1600)
+        >>> round(gen.predict(32, share=4), 4), round(gen.predict(32, share=8), 4)
+        (0.02, 0.01)
     """
 
     def __init__(
@@ -158,16 +158,6 @@ class StageProfile:
         nearest, factor = self._nearest(share)
         return nearest.predict(n) * factor if nearest is not None else 0.0
 
-    def best_rate(self, share: float, n_max: int) -> float:
-        """Rows (whatever `n` counts) per second at the best size up to `n_max`: ``max n / t(n)``.
-
-        That is `n_max` itself, since ``n / (a + b n)`` never falls where ``a, b >= 0``. Infinite where calls take no
-        time, and as long as nothing is known.
-        """
-        assert n_max >= 1
-        seconds = self.predict(n_max, share)
-        return n_max / seconds if seconds else inf
-
     def record(self) -> StageRecord:
         """Return what a file keeps."""
         fits = tuple(FitRecord(float(s), fit.a_s, fit.b_s, fit.num) for s, fit in sorted(self._fits.items()))
@@ -214,7 +204,7 @@ class SimulationProfile:
         step: Simulator steps; the time of a call that takes several is shared out among them.
         reset: Calls that reset.
         turnaround: From an answer of the policy to the same environment's next request, whatever it did meanwhile;
-            its `arrivals` are those requests.
+            its latencies are all that is noted, since the generator counts its requests.
     """
 
     def __init__(self, group: str, *, num_samples: int = 512, window_s: float = 10.0) -> None:
@@ -228,9 +218,3 @@ class SimulationProfile:
     def stages(self) -> tuple[StageProfile, ...]:
         """All three, for a file."""
         return self.step, self.reset, self.turnaround
-
-    @property
-    def steps_per_reset(self) -> float:
-        """How many steps a reset takes, on average; NaN while either is unknown, or steps take no time."""
-        step_s = self.step.latency.mean
-        return self.reset.latency.mean / step_s if step_s else nan

@@ -143,17 +143,25 @@ class Reading:
         """Environment steps of the groups that run: one that nobody consumes may end unnoticed, and take its along."""
         return sum(sim.num_steps for sim in self.sims if sim.num_envs)
 
-    @property
-    def progress(self) -> tuple[float, float, int]:
-        """What has been done, when that was true, and in how many portions it comes.
+    def trainers(self, gen: str = "") -> tuple[TrainReading, ...]:
+        """Return those that publish to a generator; to any, if it is not named."""
+        return tuple(train for train in self.trains if gen in ("", train.gen))
 
-        Where something is trained that is decisions at the end of the last update, since rollout comes in waves there.
+    def progress(self, gen: str = "") -> tuple[float, float, int]:
+        """Return what has been done, when that was true, and in how many portions it comes.
+
+        Where something is trained that is decisions at the end of the last update, since rollout comes in waves there;
+        else environment steps.
+
+        Args:
+            gen: Counts what this generator alone has decided, in decisions, as forecasts are.
         """
-        if self.trains:
-            updates = sum(train.num_updates for train in self.trains)
-            ended_s = max(train.updated_s for train in self.trains)
-            return float(sum(train.num_decisions for train in self.trains)), ended_s, updates
-        return float(self.num_steps), self.now_s, self.num_steps
+        if trains := self.trainers(gen):
+            updates = sum(train.num_updates for train in trains)
+            ended_s = max(train.updated_s for train in trains)
+            return float(sum(train.num_decisions for train in trains)), ended_s, updates
+        num = sum(one.num_requests for one in self.gens if one.name == gen) if gen else self.num_steps
+        return float(num), self.now_s, num
 
     def of(self, gen: GenReading) -> tuple[SimReading, ...]:
         """Return the groups that a generator decides in, as far as they run."""
@@ -172,6 +180,7 @@ class Move:
         new: Value.
         reason: For people.
         gain: Relative gain that was forecast; 0 where a move is taken back.
+        rate: Decisions per second of the generator that were forecast; 0: none were.
     """
 
     time_s: float
@@ -181,6 +190,7 @@ class Move:
     new: Any
     reason: str
     gain: float
+    rate: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.service}.{self.knob} {text(self.old)} -> {text(self.new)}: {self.reason}"

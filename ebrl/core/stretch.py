@@ -36,7 +36,7 @@ class Stretch:
     @property
     def judges(self) -> bool:
         """Whether enough was done to judge another setting by it."""
-        return self.now.progress[2] - self.since.progress[2] >= enough(self.now)
+        return self.now.progress()[2] - self.since.progress()[2] >= enough(self.now)
 
     def simulated(self, sims: Iterable[SimReading]) -> float:
         """Return the seconds that calls of simulators took, over all lanes."""
@@ -68,6 +68,11 @@ class Stretch:
             return rates
 
         return limit
+
+    def most(self, gen: GenReading, shared: Sharing | None) -> float:
+        """Return what they allow with batches as large as they were."""
+        requests, batches = self.served(gen)
+        return float(self.limit(gen, shared)(np.array([requests / max(batches, 1)]))[0])
 
     def simulation_limit(self, gen: GenReading) -> float:
         """Return decisions per second that the simulators could do, by what a decision has cost them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class Tuner:
     def __init__(self) -> None:
         self.look_s = FIRST_LOOK_S
         self.moves: deque[Move] = deque(maxlen=256)
+        self._num_looks = 0  # at generators, in turn
         self._regimes: dict[str, Regime] = {}
         self._changed_s = -math.inf  # when one of them did last
         self._news_s = -math.inf  # when one of them did after a while without: phases that alternate are no news
@@ -65,16 +67,23 @@ class Tuner:
         self._note_updates(reading)
         for gen in reading.gens:
             self._watch(reading, gen)
-        if self._trial is not None:
-            return self._judge(reading)
         assert self._since is not None
-        stretch = Stretch(self._since, reading)
-        for gen in reading.gens:
-            if len(gen.latencies_s) >= LEAST_LATENCIES:
-                move = self._partition(stretch, gen) or self._batching(stretch, gen) or self._cores(stretch)
-                if move is not None:
-                    return self._turn(reading, move)
-        return None
+        stretch, trial = Stretch(self._since, reading), self._trial
+        if trial is not None and (stretch.judges or not trial.promised):
+            return self._judge(stretch, trial)
+        known = [gen for gen in reading.gens if len(gen.latencies_s) >= LEAST_LATENCIES]
+        if trial is not None:  # few latencies were known, or those of another regime: its forecast may be mended
+            known = [gen for gen in known if gen.name == trial.gen]
+        if not known:
+            return None
+        gen, self._num_looks = (
+            known[self._num_looks % len(known)],
+            self._num_looks + 1,
+        )  # one at a time: it takes a while
+        move = self._partition(stretch, gen) if trial is None else None
+        move = move or self._batching(stretch, gen)
+        move = move or (self._cores(stretch) if trial is None else None)
+        return self._turn(stretch, move) if move is not None else None
 
     # What is known.
 
@@ -150,10 +159,10 @@ class Tuner:
 
     # Trials.
 
-    def _turn(self, reading: Reading, move: Move) -> Move:
-        assert self._since is not None
-        self._trial = Trial.of(move, self._since, reading)
-        return self._moved(reading, move)
+    def _turn(self, stretch: Stretch, move: Move) -> Move:
+        before = self._trial.move.old if self._trial is not None else move.old
+        self._trial = Trial.of(replace(move, old=before), stretch.since, stretch.now)
+        return self._moved(stretch.now, move)
 
     def _moved(self, reading: Reading, move: Move) -> Move:
         if move.knob == "concurrency":
@@ -162,19 +171,26 @@ class Tuner:
         self.moves.append(move)
         return move
 
-    def _judge(self, reading: Reading) -> Move | None:
-        trial = self._trial
-        assert trial is not None
+    def _judge(self, stretch: Stretch, trial: Trial) -> Move | None:
+        reading = stretch.now
         if not trial.ready(reading):
             return None
         self._trial = None
-        if trial.paid(DEAD_BAND):
+        move, most = trial.move, math.inf
+        if trial.promised:
+            gen = next(gen for gen in reading.gens if gen.name == move.service)
+            most = stretch.most(gen, self._sharing(reading, gen))
+        if trial.paid(DEAD_BAND, most):
             return None
-        move = trial.move
         back = Move(reading.now_s, move.service, move.knob, move.new, move.old, f"taken back: {trial.result()}", 0.0)
         key = move.service, move.knob
-        wait_s = 2 * self._refused.get(key, (0.0, REFUSED_S / 2))[1]
-        self._refused[key] = reading.now_s + wait_s, wait_s
+        if trial.restoring:
+            self._refused.pop(key, None)  # what fell short of its forecast is better than what was before it
+        else:
+            wait_s = 2 * self._refused.get(key, (0.0, REFUSED_S / 2))[1]
+            self._refused[key] = reading.now_s + wait_s, wait_s
+        if trial.promised:
+            self._trial = trial.reversed(back, reading)
         return self._moved(reading, back)
 
     def _allowed(self, reading: Reading, service: str, knob: Knob) -> bool:
@@ -241,7 +257,7 @@ class Tuner:
             f" ms, latency {1e3 * float(gen.latencies_s.mean()):.3g} ms"
         )
         knob: Knob = "batching" if found.rule.num_lanes == old.num_lanes else "lanes"
-        return Move(reading.now_s, gen.name, knob, old, found.rule, reason, found.gain)
+        return Move(reading.now_s, gen.name, knob, old, found.rule, reason, found.gain, found.rate)
 
 
 def _of(reading: Reading, name: str) -> TrainReading:

@@ -84,10 +84,6 @@ class VirtualGpu:
         self._jobs.append(_Job(kind, seconds, done))
         self._divide()
 
-    def rates(self) -> dict[str, float]:
-        """Return the speed at which a job of each running kind makes progress now; 1 is that of a job alone."""
-        return {job.kind: job.rate for job in self._jobs}
-
     def _advance(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
