@@ -41,16 +41,22 @@ def experience() -> SavedExperience:
         total_reward=0.1 + 0.2,
         success=None,
         duration_s=2.5,
+        dropped=["unexecuted"],
+        rng=stream(0, Domain.PROGRAM, 2).bit_generator.state,
+        others={"a": (8, 3, np.ones(2, np.float32))},
     )
     rng = stream(0, Domain.PROGRAM, 1).bit_generator.state
     envs = [
-        SavedEnv(3, 9, 40, ((7, 3, None), (2, 1, np.zeros(3, np.float32))), rng, running),
-        SavedEnv(0, 2, 2, (), rng, replace(running, actions=[], memory=None, success=True)),
-        SavedEnv(-1, 0, 0, (), rng, None),
+        SavedEnv(3, 9, 40, {"a": (7, 3, None), "b": (2, 1, np.zeros(3, np.float32))}, rng, running, in_flight=True),
+        SavedEnv(0, 2, 2, {}, rng, replace(running, actions=[], memory=None, success=True)),
+        SavedEnv(-1, 0, 0, {}, rng, None),
     ]
     return SavedExperience(
         seed=7,
+        name="envs",
+        ids=["scripted"] * 3,
         tasks=["a", "a", "b"],
+        group_size=1,
         ledger=Ledger(21, 8, {"masked": 1}, 5, 3, 4, 1),
         ahead=[1, -1, 0],
         segments=[make_segment(4, version=[1, 2, 2, 3])],
@@ -171,7 +177,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "foreign JSON": (lambda path: (path / "manifest.json").write_text('{"epoch": 3}'), r"manifest.json is not of EBRL"),
     "foreign list": (lambda path: (path / "manifest.json").write_text("[1]"), r"manifest.json is not of EBRL"),
     "foreign format": (lambda path: rewrite(path / "manifest.json", format="other"), r"manifest.json is not of EBRL"),
-    "newer schema": (lambda path: rewrite(path / "manifest.json", schema=2), r"has schema 2, and .* reads 1: use the"),
+    "newer schema": (lambda path: rewrite(path / "manifest.json", schema=3), r"has schema 3, and .* reads 2: use the"),
     "other numbers": (
         lambda path: (path / "manifest.json").write_text(
             (path / "manifest.json").read_text().replace('"started": 21', '"started": 22')

@@ -402,8 +402,15 @@ def test_a_learner_without_a_state_is_refused() -> None:
         (
             {},
             {"spec": replace(LENGTHS, task="b"), "count": 4},
-            "envs: the checkpoint is of tasks ['', '', '', ''], not ['b', 'b', 'b', 'b']: use the same specs",
+            "envs: the checkpoint is of task '' in env 0, not 'b': use the same specs",
         ),
+        (
+            {},
+            {"spec": replace(LENGTHS, id="other")},
+            "envs: the checkpoint is of 'scripted' in env 0, not 'other': use the same specs",
+        ),
+        ({}, {"group_size": 2}, "envs: the checkpoint is of groups of 1: use group_size=1"),
+        ({}, {"name": "robots"}, "robots: the checkpoint is of a group 'envs': use name='envs'"),
         (
             {"record": "log"},
             {},
@@ -467,6 +474,47 @@ def test_a_run_that_took_no_notes_gives_its_episodes_up_and_says_so(caplog: pyte
     assert [message for message in caplog.messages if "did not note how to run its episodes again" in message] == [
         'envs: the run that saved did not note how to run its episodes again (on_resume="replay"): they are given up'
     ]
+
+
+async def nudging(env: EnvContext) -> None:
+    obs, _ = await env.reset()
+    for number in range(10**9):
+        if number == 3 and env.index % 2:
+            await env.call(lambda sim: sim.unwrapped)
+        obs = (await env.act_step(obs)).obs
+        if env.done:
+            break
+
+
+def test_episodes_whose_simulators_were_called_are_given_up_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    spec = scripted_spec(length=9)
+    saved, _ = saved_after(1, 4.0, spec=spec, on_resume="replay", program=nudging, max_lag=3)
+    running = {i: env for i, env in enumerate(saved.experience.envs) if env.running is not None}
+    called = {i for i, env in running.items() if env.running is not None and env.running.called}
+    assert called
+    assert called < running.keys()
+    lost = sum(running[env].in_flight for env in called)
+    assert 0 < lost < saved.experience.ledger.in_flight == sum(env.in_flight for env in running.values())
+
+    async def main() -> list[Episode]:
+        async with Runtime(machine(9)) as rt:
+            run = await going(rt, updates=9, resume=saved, spec=spec, on_resume="replay", program=nudging, max_lag=3)
+            ledger = run.envs.admission.ledger()
+            assert_sound(ledger)
+            assert ledger.dropped["lost"] == lost
+            assert ledger.in_flight == 0
+            return [episode async for report in run.trainer for episode in report.episodes]
+
+    with caplog.at_level(logging.WARNING, logger="ebrl"):
+        episodes = {(e.env, e.episode) for e in run_virtual(main())}
+    assert {(env, running[env].episode) for env in running.keys() - called} <= episodes
+    assert not {(env, running[env].episode) for env in called} & episodes
+    assert {(env, running[env].episode + 1) for env in called} <= episodes
+    (message,) = [message for message in caplog.messages if "env.call" in message]
+    assert message == (
+        f"envs: {len(called)} running episodes are given up, since their programs have called the simulator "
+        "(env.call), which cannot be done again: from here on the run is not the one that it would have been"
+    )
 
 
 class Restless(ScriptedEnv):

@@ -79,9 +79,10 @@ class EnvGroup:
             on_resume: What becomes of running episodes in a run that goes on with a checkpoint. ``"next"``: they are
                 given up, what is finished of them is trained, and the next ones begin. ``"replay"``: they are run again
                 to the same point, exact where simulators are deterministic and programs keep nothing in mind from one
-                decision to the next; the run that saves needs it too. Default: ``"replay"`` in deterministic mode.
-                Episodes that a learner compares (GRPO) are given up in any case, and none of them is trained; in
-                deterministic mode there are none when an update has just ended.
+                decision to the next (`ebrl.sim.resume`); the run that saves needs it too. Default: ``"replay"`` in
+                deterministic mode. Episodes in which simulators were called (`EnvContext.call`) are given up in any
+                case, as are those that a learner compares (GRPO), of which none is trained; in deterministic mode there
+                are none of these when an update has just ended.
             name: Of the service; keys its random streams.
 
         Raises:

@@ -23,7 +23,7 @@ from ebrl.core.errors import CheckpointError
 from ebrl.train.tree import Tensors
 
 FORMAT: Final = "ebrl checkpoint"
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 MANIFEST: Final = "manifest.json"
 NAME: Final = re.compile(r"(\d{6,})-update-\d+")
 PARTIAL: Final = re.compile(rf"\.{NAME.pattern}\.partial")
