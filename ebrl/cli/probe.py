@@ -79,7 +79,7 @@ def make_plan(config: ProbeConfig) -> Plan:
         for name in ("env_kwargs", "horizon", "host", "policy"):
             if getattr(config, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is about environments, but {folder} is a run")
-        specs, policy = build(read_config(run_folder.load_config(folder)))
+        specs, policy = build(read_config(folder))
         run_folder.load_policy(policy, folder)
         return Plan(specs[0], False, policy, f"the policy of {folder}")
     try:
