@@ -247,3 +247,28 @@ def test_a_run_that_was_resumed_can_be_resumed_again_before_all_episodes_are_bac
     third = deterministic(4, second, seed=2)
     assert third.consumed == whole.consumed[2:]
     assert third.weights == whole.weights
+
+
+async def by_hand(env: EnvContext) -> None:
+    """Makes no decision in every second episode, and draws and calls after its end."""
+    obs, _ = await env.reset()
+    while not env.done:
+        obs = (await (env.intervene(env.rng.uniform(-1, 1, 2)) if env.episode % 2 else env.act_step(obs))).obs
+    env.rng.random()
+    await env.call(nothing)
+    env.rng.random()
+
+
+@pytest.mark.slow
+def test_what_a_program_does_after_the_end_of_an_episode_without_a_decision_is_done_again() -> None:
+    case = Case(program=by_hand)
+    whole = deterministic(3, pauses={1: [0.5] * 60}, case=case)
+    saved = next(
+        saved
+        for saved in whole.saved[1]
+        for env in saved.experience.envs
+        if env.running is not None and env.running.reported and env.running.first_decision == env.num_decisions
+    )
+    part = deterministic(3, saved, seed=1, case=case)
+    assert part.consumed == whole.consumed[1:]
+    assert part.weights == whole.weights

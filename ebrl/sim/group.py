@@ -203,7 +203,8 @@ class EnvGroup:
     @property
     def env_steps(self) -> int:
         """Simulator steps so far, of all environments."""
-        return sum(context.meter.env_steps for context in self._contexts)
+        before = sum(env.env_steps for env in self._past.waiting.values())
+        return before + sum(context.meter.env_steps for context in self._contexts)
 
     # The consumer's side; see `ebrl.core.protocols.Experience`.
 

@@ -183,25 +183,26 @@ class Past:
     """What a group goes on with, environment by environment, and what they counted before.
 
     Attributes:
-        env_steps: Of environments that have gone on.
-        episodes: Likewise.
+        env_steps: Of all environments.
+        episodes: Of environments that have gone on.
+        waiting: Those that are not built yet, by index. An update may end before they are, of what was saved.
     """
 
     def __init__(self) -> None:
         self.env_steps = 0
         self.episodes = 0
-        self._envs: dict[int, SavedEnv] = {}
+        self.waiting: dict[int, SavedEnv] = {}
 
     def take(self, envs: Sequence[SavedEnv]) -> None:
         """There is one."""
-        self._envs = dict(enumerate(envs))
+        self.waiting = dict(enumerate(envs))
+        self.env_steps = sum(env.env_steps for env in envs)
 
     def give(self, env: EnvContext) -> None:
         """Let an environment go on, if there is something to go on with."""
-        saved = self._envs.pop(env.index, None)
+        saved = self.waiting.pop(env.index, None)
         if saved is not None:
             resume_env(env, saved)
-            self.env_steps += env.meter.env_steps
             self.episodes += env.episode + 1
 
 
@@ -263,9 +264,10 @@ def save_group(group: EnvGroup) -> SavedExperience:
     """Return what is needed to go on with a group in another process.
 
     Raises:
-        ConfigError: It is still being built.
+        ConfigError: It is still being built, and began nothing elsewhere.
     """
-    if len(group._contexts) < group.count:
+    later = group._past.waiting
+    if len(group._contexts) + len(later) < group.count:
         raise ConfigError(f"{group.name} is still being built: save a run after one of its updates")
     segments = [recorder.open_segment for recorder in group._recorders] if group.cohorts is None else []
     waiting = group.admission.waiting
@@ -280,7 +282,7 @@ def save_group(group: EnvGroup) -> SavedExperience:
         segments=list(group._segments),
         open=[segment for segment in segments if segment is not None],
         episodes=list(group._episodes),
-        envs=[save_env(context, waiting) for context in group._contexts],
+        envs=[*(save_env(context, waiting) for context in group._contexts), *later.values()],
     )
 
 
