@@ -57,6 +57,7 @@ def experience() -> SavedExperience:
         ids=["scripted"] * 3,
         tasks=["a", "a", "b"],
         group_size=1,
+        compared=False,
         ledger=Ledger(21, 8, {"masked": 1}, 5, 3, 4, 1),
         ahead=[1, -1, 0],
         segments=[make_segment(4, version=[1, 2, 2, 3])],

@@ -432,6 +432,7 @@ def test_a_learner_without_a_state_is_refused() -> None:
             "envs: the checkpoint is of 'scripted' in env 0, not 'other': use the same specs",
         ),
         ({}, {"group_size": 2}, "envs: the checkpoint is of groups of 1: use group_size=1"),
+        ({}, {"groups": True}, "envs: the checkpoint is of a learner that compares no groups: use that learner"),
         ({}, {"name": "robots"}, "robots: the checkpoint is of a group 'envs': use name='envs'"),
         (
             {"record": "log"},
@@ -445,11 +446,12 @@ def test_another_run_is_refused(
     runtime: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    saved, _ = saved_after(1, 1.0)
+    groups: dict[str, Any] = {"group_size": 2} if "groups" in options else {}
+    saved, _ = saved_after(1, 1.0, **groups)
 
     async def main() -> None:
         async with Runtime(machine(), **runtime) as rt:
-            await going(rt, updates=2, resume=saved, **options)
+            await going(rt, updates=2, resume=saved, **groups, **options)
 
     error = the_failure(main())
     assert isinstance(error, ConfigError)
@@ -500,12 +502,10 @@ def test_a_run_that_took_no_notes_gives_its_episodes_up_and_says_so(caplog: pyte
 
 async def nudging(env: EnvContext) -> None:
     obs, _ = await env.reset()
-    for number in range(10**9):
-        if number == 3 and env.index % 2:
+    while not env.done:
+        if env.meter.num_steps == 3 and env.index % 2:
             await env.call(lambda sim: sim.unwrapped)
         obs = (await env.act_step(obs)).obs
-        if env.done:
-            break
 
 
 def test_episodes_whose_simulators_were_called_are_given_up_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -527,8 +527,7 @@ def test_episodes_whose_simulators_were_called_are_given_up_and_counted(caplog: 
             assert ledger.in_flight == 0
             return [episode async for report in run.trainer for episode in report.episodes]
 
-    with caplog.at_level(logging.WARNING, logger="ebrl"):
-        episodes = {(e.env, e.episode) for e in run_virtual(main())}
+    episodes = {(e.env, e.episode) for e in run_virtual(main())}
     assert {(env, running[env].episode) for env in running.keys() - called} <= episodes
     assert not {(env, running[env].episode) for env in called} & episodes
     assert {(env, running[env].episode + 1) for env in called} <= episodes

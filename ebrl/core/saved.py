@@ -91,6 +91,7 @@ class SavedExperience:
         ids: Of each environment's spec.
         tasks: Of each environment.
         group_size: Environments that run the same episodes.
+        compared: Whether the consumer takes the episodes of whole groups.
         ledger: As of the moment.
         ahead: Of each environment, decisions that were trained beyond its quota; zeros without quotas.
         segments: Finished, and not taken by the consumer yet.
@@ -105,6 +106,7 @@ class SavedExperience:
     ids: list[str]
     tasks: list[str]
     group_size: int
+    compared: bool
     ledger: Ledger
     ahead: list[int]
     segments: list[Segment]

@@ -203,8 +203,7 @@ class EnvGroup:
     @property
     def env_steps(self) -> int:
         """Simulator steps so far, of all environments."""
-        before = sum(env.env_steps for env in self._past.waiting.values())
-        return before + sum(context.meter.env_steps for context in self._contexts)
+        return self._past.steps_to_come + sum(context.meter.env_steps for context in self._contexts)
 
     # The consumer's side; see `ebrl.core.protocols.Experience`.
 

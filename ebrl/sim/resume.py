@@ -193,6 +193,11 @@ class Past:
         self.episodes = 0
         self.waiting: dict[int, SavedEnv] = {}
 
+    @property
+    def steps_to_come(self) -> int:
+        """Of environments that are not built yet."""
+        return sum(env.env_steps for env in self.waiting.values())
+
     def take(self, envs: Sequence[SavedEnv]) -> None:
         """There is one."""
         self.waiting = dict(enumerate(envs))
@@ -277,6 +282,7 @@ def save_group(group: EnvGroup) -> SavedExperience:
         ids=[spec.id for spec in group.specs],
         tasks=group.tasks,
         group_size=group.group_size,
+        compared=group.cohorts is not None,
         ledger=group.admission.ledger(),
         ahead=group.admission.ahead,
         segments=list(group._segments),
@@ -314,11 +320,12 @@ def resume_group(group: EnvGroup, saved: SavedExperience) -> SavedExperience:
 
 
 def _refuse_other(group: EnvGroup, saved: SavedExperience) -> None:
-    num, size = len(saved.envs), saved.group_size
+    num, size, kind = len(saved.envs), saved.group_size, "groups" if saved.compared else "no groups"
     for theirs, ours, what in (
         (saved.name, group.name, f"of a group {saved.name!r}: use name={saved.name!r}"),
         (num, group.count, f"of {num} environments: use count={num}"),
         (size, group.group_size, f"of groups of {size}: use group_size={size}"),
+        (saved.compared, group.cohorts is not None, f"of a learner that compares {kind}: use that learner"),
         (saved.seed, group.seed, f"of seed {saved.seed}: use Runtime(seed={saved.seed})"),
     ):
         if theirs != ours:
