@@ -153,7 +153,7 @@ class _Replay:
         self._recorded = recorded
         self._learner = learner
         self._options = {"spec": spec, "count": facts["count"], "host": "thread", "name": name, **group}
-        self._generator = header["generators"].get(facts["actor"])
+        self._generator = header.get("generators", {}).get(facts["actor"])
         self._made: dict[tuple[int, int], tuple[Segment, Checks]] = {}  # every decision alone, with what follows it
         self._untrained: dict[tuple[int, int], int] = {}  # of those that the log has handed over: their versions
         self._num_decisions = 0

@@ -41,16 +41,23 @@ def experience() -> SavedExperience:
         total_reward=0.1 + 0.2,
         success=None,
         duration_s=2.5,
+        dropped=["unexecuted"],
+        rng=stream(0, Domain.PROGRAM, 2).bit_generator.state,
+        others={"a": (8, 3, np.ones(2, np.float32))},
     )
     rng = stream(0, Domain.PROGRAM, 1).bit_generator.state
     envs = [
-        SavedEnv(3, 9, 40, ((7, 3, None), (2, 1, np.zeros(3, np.float32))), rng, running),
-        SavedEnv(0, 2, 2, (), rng, replace(running, actions=[], memory=None, success=True)),
-        SavedEnv(-1, 0, 0, (), rng, None),
+        SavedEnv(3, 9, 40, {"a": (7, 3, None), "b": (2, 1, np.zeros(3, np.float32))}, rng, running, in_flight=True),
+        SavedEnv(0, 2, 2, {}, rng, replace(running, actions=[], memory=None, success=True)),
+        SavedEnv(-1, 0, 0, {}, rng, None),
     ]
     return SavedExperience(
         seed=7,
+        name="envs",
+        ids=["scripted"] * 3,
         tasks=["a", "a", "b"],
+        group_size=1,
+        compared=False,
         ledger=Ledger(21, 8, {"masked": 1}, 5, 3, 4, 1),
         ahead=[1, -1, 0],
         segments=[make_segment(4, version=[1, 2, 2, 3])],
@@ -141,6 +148,18 @@ def test_a_learner_of_another_form_is_refused(tmp_path: Path) -> None:
         found.restore(ScriptedLearner(8))
 
 
+def test_a_learner_that_refuses_is_as_it_was(tmp_path: Path) -> None:
+    trained = learner()
+    trained.update(batch(0))
+    checkpoint = Checkpoint(1, 0.0, copied(trained.state_dict()), experience())
+    wide = PPO(GaussianPolicy.for_spec(SPEC, hidden=(5,)), PPOConfig(batch_size=8, minibatch_size=8))
+    wide.update(batch(1))
+    before = copied(wide.state_dict())
+    with pytest.raises(CheckpointError, match="does not fit this PPO"):
+        checkpoint.restore(wide)
+    assert same(copied(wide.state_dict()), before)
+
+
 # What is no good.
 
 
@@ -171,7 +190,12 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "foreign JSON": (lambda path: (path / "manifest.json").write_text('{"epoch": 3}'), r"manifest.json is not of EBRL"),
     "foreign list": (lambda path: (path / "manifest.json").write_text("[1]"), r"manifest.json is not of EBRL"),
     "foreign format": (lambda path: rewrite(path / "manifest.json", format="other"), r"manifest.json is not of EBRL"),
-    "newer schema": (lambda path: rewrite(path / "manifest.json", schema=2), r"has schema 2, and .* reads 1: use the"),
+    "newer schema": (lambda path: rewrite(path / "manifest.json", schema=3), r"has schema 3, and .* reads 2: use the"),
+    "deep JSON": (lambda path: (path / "manifest.json").write_text("[" * 200000), r"manifest.json is damaged, or not"),
+    "no files": (lambda path: rewrite(path / "manifest.json", files={}), r"is damaged, or not ours: KeyError"),
+    "a list of files": (lambda path: rewrite(path / "manifest.json", files=["a"]), r"is damaged, or not ours: Attribu"),
+    "no experience": (lambda path: rewrite(path / "manifest.json", experience={}), r"is damaged, or not ours: KeyErr"),
+    "no update": (lambda path: rewrite(path / "manifest.json", update=None), r"is damaged, or not ours: TypeError"),
     "other numbers": (
         lambda path: (path / "manifest.json").write_text(
             (path / "manifest.json").read_text().replace('"started": 21', '"started": 22')
@@ -266,13 +290,83 @@ def test_checkpoints_of_an_earlier_run_are_not_removed_unseen(tmp_path: Path) ->
     store(saved(9), tmp_path)
     saves = Checkpointer(tmp_path, keep=1)
     with pytest.raises(
-        ConfigError, match=r"holds checkpoints of an earlier run: go on with Trainer\(resume=saves.latest"
+        ConfigError, match=r"holds checkpoints of an earlier run, or of one that runs: go on with Trainer\(resume=saves"
     ):
         saves._write(saved(1))
     assert [path.name for path in folders.complete(tmp_path)] == ["000001-update-9"]
     saves.latest()
     saves._write(saved(10))
     assert [path.name for path in folders.complete(tmp_path)] == ["000002-update-10"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_of_two_runs_in_one_folder_one_goes_on(begun: bool, tmp_path: Path) -> None:
+    if begun:
+        store(saved(1), tmp_path)
+    one, two = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    one.latest()
+    two.latest()
+    one._write(saved(2))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="holds checkpoints of an earlier run, or of one that runs: go on with"):
+            two._write(saved(2))
+    one._write(saved(3))
+    assert [path.name.split("-")[-1] for path in folders.complete(tmp_path)] == ["1", "2", "3"][not begun :]
+
+
+def test_two_runs_do_not_write_into_a_folder_at_once(tmp_path: Path) -> None:
+    with folders.locked(tmp_path), pytest.raises(ConfigError, match=f"{tmp_path} is in use: another run writes there"):
+        Checkpointer(tmp_path)._write(saved(1))
+    Checkpointer(tmp_path)._write(saved(1))
+    with (
+        pytest.raises(ConfigError, match="nowhere cannot be opened: No such file"),
+        folders.locked(tmp_path / "nowhere"),
+    ):
+        pass
+
+
+def test_where_there_are_no_locks_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    Checkpointer(tmp_path)._write(saved(1))
+    assert caplog.messages == [f"{tmp_path} cannot be locked (Function not implemented): let no other run write there"]
+
+
+def test_a_checkpoint_that_was_moved_and_linked_back_is_a_checkpoint(tmp_path: Path) -> None:
+    saves = Checkpointer(tmp_path / "saves", keep=1)
+    path = saves._write(saved(1))
+    moved = shutil.move(path, tmp_path / "moved")
+    path.symlink_to(moved)
+    found = saves.latest()
+    assert found is not None
+    assert found.update == 1
+    saves._write(saved(2))
+    assert [path.name for path in saves.folder.iterdir()] == ["000002-update-2"]
+    assert load(tmp_path / "moved").update == 1, "what it was linked to is left alone"
+
+
+def test_what_cannot_be_removed_is_told_once_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remove = shutil.rmtree
+
+    def rmtree(path: Path) -> None:
+        if path.name.startswith(".000001"):
+            raise PermissionError(13, "Permission denied")
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    saves = Checkpointer(tmp_path, keep=1)
+    for update in range(1, 5):
+        assert saves._write(saved(update)).name == f"00000{update}-update-{update}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".000001-update-1.partial", "000004-update-4"]
+    assert caplog.messages == [
+        f"an old checkpoint stays: {tmp_path / '000001-update-1'} could not be removed: [Errno 13] Permission denied"
+    ]
 
 
 def test_what_cannot_be_saved_leaves_no_trace(tmp_path: Path) -> None:

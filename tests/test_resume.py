@@ -318,6 +318,28 @@ def test_no_environment_waits_for_a_save(tmp_path: Path) -> None:
         assert np.diff([began_s, *ends]).max() == 1.0
 
 
+def test_a_run_whose_simulators_are_still_built_can_be_saved_after_an_update_of_what_was_saved() -> None:
+    saved, _ = saved_after(3, 400.0, hardware=machine(train=20.0), max_lag=3, on_resume="replay")
+    assert len(held(saved.experience)) >= 12
+
+    async def main() -> None:
+        async with Runtime(machine(9, sim=50.0, train=0.0)) as rt:
+            run = await going(rt, updates=9, resume=saved, max_lag=3, on_resume="replay")
+            report = await anext(run.trainer)
+            assert len(run.envs._contexts) < 4
+            assert report.env_steps == sum(env.env_steps for env in saved.experience.envs) == run.envs.env_steps
+            again = await run.trainer.snapshot()
+            assert again.update == saved.update + 1
+            pairs = zip(again.experience.envs, saved.experience.envs, strict=True)
+            assert all(replace(env, in_flight=before.in_flight) == before for env, before in pairs)
+            assert len(held(again.experience)) == len(held(saved.experience)) - 12
+            async for _ in run.trainer:
+                assert_sound(run.envs.admission.ledger())
+            assert run.envs.env_steps > report.env_steps
+
+    run_virtual(main())
+
+
 def test_saves_that_overlap_are_written_one_after_the_other(tmp_path: Path) -> None:
     async def main() -> None:
         saves = Checkpointer(tmp_path)
@@ -402,8 +424,16 @@ def test_a_learner_without_a_state_is_refused() -> None:
         (
             {},
             {"spec": replace(LENGTHS, task="b"), "count": 4},
-            "envs: the checkpoint is of tasks ['', '', '', ''], not ['b', 'b', 'b', 'b']: use the same specs",
+            "envs: the checkpoint is of task '' in env 0, not 'b': use the same specs",
         ),
+        (
+            {},
+            {"spec": replace(LENGTHS, id="other")},
+            "envs: the checkpoint is of 'scripted' in env 0, not 'other': use the same specs",
+        ),
+        ({}, {"group_size": 2}, "envs: the checkpoint is of groups of 1: use group_size=1"),
+        ({}, {"groups": True}, "envs: the checkpoint is of a learner that compares no groups: use that learner"),
+        ({}, {"name": "robots"}, "robots: the checkpoint is of a group 'envs': use name='envs'"),
         (
             {"record": "log"},
             {},
@@ -416,11 +446,12 @@ def test_another_run_is_refused(
     runtime: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    saved, _ = saved_after(1, 1.0)
+    groups: dict[str, Any] = {"group_size": 2} if "groups" in options else {}
+    saved, _ = saved_after(1, 1.0, **groups)
 
     async def main() -> None:
         async with Runtime(machine(), **runtime) as rt:
-            await going(rt, updates=2, resume=saved, **options)
+            await going(rt, updates=2, resume=saved, **groups, **options)
 
     error = the_failure(main())
     assert isinstance(error, ConfigError)
@@ -467,6 +498,44 @@ def test_a_run_that_took_no_notes_gives_its_episodes_up_and_says_so(caplog: pyte
     assert [message for message in caplog.messages if "did not note how to run its episodes again" in message] == [
         'envs: the run that saved did not note how to run its episodes again (on_resume="replay"): they are given up'
     ]
+
+
+async def nudging(env: EnvContext) -> None:
+    obs, _ = await env.reset()
+    while not env.done:
+        if env.meter.num_steps == 3 and env.index % 2:
+            await env.call(lambda sim: sim.unwrapped)
+        obs = (await env.act_step(obs)).obs
+
+
+def test_episodes_whose_simulators_were_called_are_given_up_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    spec = scripted_spec(length=9)
+    saved, _ = saved_after(1, 4.0, spec=spec, on_resume="replay", program=nudging, max_lag=3)
+    running = {i: env for i, env in enumerate(saved.experience.envs) if env.running is not None}
+    called = {i for i, env in running.items() if env.running is not None and env.running.called}
+    assert called
+    assert called < running.keys()
+    lost = sum(running[env].in_flight for env in called)
+    assert 0 < lost < saved.experience.ledger.in_flight == sum(env.in_flight for env in running.values())
+
+    async def main() -> list[Episode]:
+        async with Runtime(machine(9)) as rt:
+            run = await going(rt, updates=9, resume=saved, spec=spec, on_resume="replay", program=nudging, max_lag=3)
+            ledger = run.envs.admission.ledger()
+            assert_sound(ledger)
+            assert ledger.dropped["lost"] == lost
+            assert ledger.in_flight == 0
+            return [episode async for report in run.trainer for episode in report.episodes]
+
+    episodes = {(e.env, e.episode) for e in run_virtual(main())}
+    assert {(env, running[env].episode) for env in running.keys() - called} <= episodes
+    assert not {(env, running[env].episode) for env in called} & episodes
+    assert {(env, running[env].episode + 1) for env in called} <= episodes
+    (message,) = [message for message in caplog.messages if "env.call" in message]
+    assert message == (
+        f"envs: {len(called)} running episodes are given up, since their programs have called the simulator "
+        "(env.call), which cannot be done again: from here on the run is not the one that it would have been"
+    )
 
 
 class Restless(ScriptedEnv):

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
-from ebrl.cli import main
+from ebrl.cli import folder as run_folder
+from ebrl.cli import main, train
+from ebrl.core.errors import ConfigError
+from ebrl.train import folders
+from ebrl.train.folders import locked
 
 SMALL = ["--num-envs", "4", "--ppo.batch-size", "32", "--ppo.minibatch-size", "16", "--ppo.epochs", "1"]
 RUN = [
@@ -106,8 +112,10 @@ def test_what_cannot_be_resumed_is_one_line(folder: Path, capsys: pytest.Capture
     resume = ["train", "--resume", str(folder)]
     assert refused(capsys, *resume) == f"error: {folder} has done its 5 updates: ask for more in all with --updates"
     assert refused(capsys, *resume, "--seed", "3", "--num-envs", "4") == (
-        "error: --resume goes on with the configuration of the run: leave out --num-envs, --seed"
+        "error: --resume goes on with the configuration of the run: leave out --seed, --num-envs"
     )
+    for own in (["--max-lag", "1"], ["--num_envs=16"], ["--ppo.batch-size", "1024"], ["--no-record"]):  # the defaults
+        assert refused(capsys, *resume, *own).endswith(f": leave out {own[0].split('=')[0]}")
     nowhere = folder / "nowhere"
     assert "holds no config.json" in refused(capsys, "train", "--resume", str(nowhere))
     assert "name one with --env, or a run to go on with: --resume FOLDER" in refused(capsys, "train")
@@ -118,6 +126,13 @@ def test_what_cannot_be_resumed_is_one_line(folder: Path, capsys: pytest.Capture
     assert "000003-update-5 does not fit this PPO: " in refused(capsys, *resume)
     (folder / "config.json").write_text(json.dumps({**config, "ppo": {"lambda": 1}}))
     assert "is of another version of EBRL" in refused(capsys, *resume)
+    for name, value in {"env_kwargs": None, "max_lag": None, "hidden": 5, "host": "boat", "num_envs": "8"}.items():
+        (folder / "config.json").write_text(json.dumps({**config, name: value}))
+        for command in (resume, ["eval", str(folder)], ["replay", str(folder)]):
+            if name == "max_lag" and command is not resume:
+                continue  # they do not read it
+            line = refused(capsys, *command)
+            assert line == f"error: config.json in {folder} is not what `ebrl train` wrote: {name} is {value!r}"
     (folder / "config.json").write_text(json.dumps({**config, "updates": 9}))
     for path in (folder / "checkpoints").iterdir():
         (path / "manifest.json").write_text("{}")
@@ -125,3 +140,54 @@ def test_what_cannot_be_resumed_is_one_line(folder: Path, capsys: pytest.Capture
     assert f"no checkpoint in {folder / 'checkpoints'} can be used; the newest: " in line
     assert "manifest.json is not of EBRL" in line
     assert updates(folder) == [1, 2, 3, 4, 5], "nothing was written"
+
+
+def test_a_run_that_goes_on_is_not_resumed_beside_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (folder / "metrics.jsonl").read_bytes()
+    with locked(folder):
+        line = refused(capsys, "train", "--resume", str(folder), "--updates", "9")
+    assert line == f"error: {folder} is in use: another run writes there; wait for its end, or choose another folder"
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_is_locked_while_its_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, messages = tmp_path / "run", list[str]()
+
+    async def main_of(session: train.Session) -> None:
+        with pytest.raises(ConfigError, match="is in use") as caught, locked(folder):
+            pass
+        messages.append(str(caught.value))
+
+    monkeypatch.setattr(train.Session, "main", main_of)
+    assert main([*RUN, "--run-dir", str(folder)]) == 0
+    assert len(messages) == 1
+    with locked(folder):
+        pass
+
+
+def test_a_profile_that_is_gone_is_no_reason_not_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    profile = folder / "gone.json"
+    (folder / "config.json").write_text(json.dumps({**config, "profile": str(profile)}))
+    assert main(["train", "--resume", str(folder), "--updates", "6"]) == 0
+    assert f"{profile} is gone: stages begin without profiles" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save_file(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"torn")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(folders, "save_file", save_file)
+    monkeypatch.setattr(run_folder, "save_file", save_file)
+    folder = tmp_path / "run"
+    assert main([*RUN, "--run-dir", str(folder)]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == f"error: {folder / 'checkpoints'}: no checkpoint could be written: No space left on device\n"
+    assert f"{folder / 'policy.safetensors'}: the policy could not be saved: No space left on device" in shown.out
+    assert main([*RUN, "--checkpoint-every", "0", "--updates", "1", "--run-dir", str(tmp_path / "other")]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.endswith("policy.safetensors: the policy could not be saved: No space left on device\n")
+    assert not list(tmp_path.glob("*/policy*"))

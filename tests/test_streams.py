@@ -281,7 +281,7 @@ async def test_what_another_actor_is_asked_has_noise_of_its_own() -> None:
         envs = rt.start(EnvGroup(LENGTHS, actor=actors["own"], count=1, program=program))
         envs.open_training(1000, max_lag=0)
         await take(envs, 20)
-    for number, name in enumerate(("own", "two", "one")):  # in the order in which they were asked first
+    for name, number in {"own": 0, "one": name_key("one"), "two": name_key("two")}.items():
         stream = NoiseStream(SEED, name_key("envs"), 0, number)
         assert rows[name] == [stream.row(index, 2).tobytes() for index in range(len(rows[name]))]
 

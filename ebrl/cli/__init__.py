@@ -85,7 +85,10 @@ def _dispatch(args: Sequence[str] | None) -> int:
         return probe(command)
     if isinstance(command, ReplayConfig):
         return replay_run(command)
-    return train(command) if isinstance(command, TrainConfig) else eval_run(command)
+    if isinstance(command, TrainConfig):
+        words = sys.argv[1:] if args is None else args
+        return train(command, [word.split("=")[0] for word in words if word.startswith("--")])
+    return eval_run(command)
 
 
 @contextlib.contextmanager

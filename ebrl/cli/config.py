@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -114,28 +115,21 @@ class TrainConfig:
         """Updates at most."""
         return 200 if self.updates is None else self.updates
 
-    def of_resumed(self, record: Mapping[str, Any]) -> TrainConfig:
+    def of_resumed(self, record: Mapping[str, Any], given: Iterable[str]) -> TrainConfig:
         """Return the configuration of the run that this one resumes.
 
         Args:
             record: As `ebrl.cli.folder.write_config` wrote it.
+            given: Options that the command names, as it does, whether or not their value is the default.
 
         Raises:
             ConfigError: Options were given that the run has of its own, or the record is not ours.
         """
-        bare = TrainConfig(resume=self.resume, updates=self.updates)
-        own = [f.name.replace("_", "-") for f in fields(self) if getattr(self, f.name) != getattr(bare, f.name)]
+        assert self.resume is not None
+        own = [option for option in given if option not in ("--resume", "--updates")]
         if own:
-            raise ConfigError(f"--resume goes on with the configuration of the run: leave out --{', --'.join(own)}")
-        names = {f.name for f in fields(self)} - {"resume", "run_dir"}
-        values = {name: value for name, value in record.items() if name in names}
-        try:
-            values["ppo"] = PPOConfig(**values["ppo"])
-            values["hidden"] = tuple(values["hidden"])
-            values["profile"] = values["profile"] and Path(values["profile"])
-            saved = TrainConfig(**values)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"config.json in {self.resume} is of another version of EBRL: {error}") from error
+            raise ConfigError(f"--resume goes on with the configuration of the run: leave out {', '.join(own)}")
+        saved = config_of(record, self.resume)
         updates = self.updates or saved.updates
         return replace(saved, resume=self.resume, run_dir=self.resume, updates=updates, record=False)
 
@@ -227,6 +221,51 @@ class ProbeConfig:
             memory_size=self.memory_size or 0,
             seed=self.seed,
         )
+
+
+def config_of(record: Mapping[str, Any], folder: Path, names: Iterable[str] | None = None) -> TrainConfig:
+    """Return the configuration of a run.
+
+    Args:
+        record: As `ebrl.cli.folder.write_config` wrote it.
+        folder: Of the run, for messages.
+        names: Options that are read, if they are there; default: all.
+
+    Raises:
+        ConfigError: The record is not ours.
+    """
+    hints = get_type_hints(TrainConfig)
+    wanted = hints.keys() - {"resume", "run_dir"} if names is None else set(names)
+    values = {name: value for name, value in record.items() if name in wanted}
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise ConfigError(f"config.json in {folder} is not what `ebrl train` wrote: {name} is {value!r}")
+    try:
+        if "ppo" in values:
+            values["ppo"] = PPOConfig(**values["ppo"])
+        if values.get("profile") is not None:
+            values["profile"] = Path(values["profile"])
+        return TrainConfig(**{**values, "hidden": tuple(values["hidden"])})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"config.json in {folder} is of another version of EBRL: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether JSON of this form is that of a field."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):  # a union with a Literal is the former
+        return any(_fits(value, part) for part in inner)
+    if kind is Literal:
+        return value in inner
+    if kind is tuple:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if hint is PPOConfig:
+        return isinstance(value, dict)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is {Path: str}.get(hint, hint)
 
 
 def at_least(name: str, value: int | None, bound: int) -> None:

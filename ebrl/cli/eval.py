@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 from rich.console import Console
 
 from ebrl.cli import folder as run_folder
-from ebrl.cli.config import EvalConfig, TrainConfig
+from ebrl.cli.config import EvalConfig, TrainConfig, config_of
 from ebrl.cli.train import build
 from ebrl.core.records import by_task
 from ebrl.core.rng import Domain, stream
@@ -24,7 +24,7 @@ def eval_run(config: EvalConfig) -> int:
     Raises:
         EbrlError: The folder holds no run.
     """
-    trained = read_config(run_folder.load_config(config.run))
+    trained = read_config(config.run)
     specs, policy = build(trained)
     run_folder.load_policy(policy, config.run)
 
@@ -44,9 +44,16 @@ def eval_run(config: EvalConfig) -> int:
     return 0
 
 
-def read_config(record: dict[str, Any]) -> TrainConfig:
-    """Make a configuration from what `ebrl.cli.folder.create` wrote; only what describes environment and policy."""
+def read_config(folder: Path, *more: str) -> TrainConfig:
+    """Return the configuration of a run, as far as it describes environment and policy.
+
+    Args:
+        folder: Of the run.
+        more: Further options to read.
+
+    Raises:
+        ConfigError: It holds none, or not ours.
+    """
     names = {"env", "env_kwargs", "horizon", "action_repeat", "num_envs", "host", "lanes"}
-    names |= {"hidden", "memory_size", "normalize_obs"}
-    values = {name: value for name, value in record.items() if name in names}
-    return TrainConfig(**{**values, "hidden": tuple(values["hidden"])})
+    names |= {"hidden", "memory_size", "normalize_obs", *more}
+    return config_of(run_folder.load_config(folder), folder, names)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ebrl import __version__
 from ebrl.cli.config import TrainConfig
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import CheckpointError, ConfigError
 
 PROFILE = "profile.json"
 EVENTS = "events.jsonl"
@@ -58,13 +58,21 @@ def create(folder: Path, config: TrainConfig) -> None:
 
 
 def write_config(folder: Path, config: TrainConfig) -> None:
-    """Write the configuration, whole or not at all."""
+    """Write the configuration, whole or not at all.
+
+    Raises:
+        ConfigError: The operating system does not allow it.
+    """
     record: dict[str, Any] = {"ebrl": __version__, **dataclasses.asdict(config), "run_dir": folder}
     _replace(folder / "config.json", json.dumps(record, indent=2, default=str) + "\n")
 
 
 def forget_after(folder: Path, update: int) -> None:
-    """Remove metrics of updates after `update`, which a resumed run does again."""
+    """Remove metrics of updates after `update`, which a resumed run does again.
+
+    Raises:
+        ConfigError: The operating system does not allow it.
+    """
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     kept = [line for line in lines if (found := UPDATE.match(line)) is not None and int(found[1]) <= update]
@@ -72,11 +80,19 @@ def forget_after(folder: Path, update: int) -> None:
 
 
 def save_policy(policy: torch.nn.Module, folder: Path) -> Path:
-    """Write all weights and statistics of a policy, whole or not at all."""
+    """Write all weights and statistics of a policy, whole or not at all.
+
+    Raises:
+        CheckpointError: The operating system does not allow it.
+    """
     path = folder / "policy.safetensors"
     partial = path.with_suffix(".partial")
-    save_file({name: tensor.contiguous() for name, tensor in policy.state_dict().items()}, partial)
-    partial.replace(path)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in policy.state_dict().items()}, partial)
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{path}: the policy could not be saved: {error}") from error
     return path
 
 
@@ -98,8 +114,12 @@ def load_policy(policy: torch.nn.Module, folder: Path) -> None:
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def load_config(folder: Path) -> dict[str, Any]:

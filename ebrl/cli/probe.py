@@ -79,7 +79,7 @@ def make_plan(config: ProbeConfig) -> Plan:
     if run_folder.holds_run(folder):
         for name in given(config, "env_kwargs", "horizon", "host", "policy", *OF_POLICIES):
             raise ConfigError(f"{name} is not for a run, and {folder} is one: its policy is measured as it is")
-        specs, policy = build(read_config(run_folder.load_config(folder)))
+        specs, policy = build(read_config(folder))
         run_folder.load_policy(policy, folder)
         return Plan(specs[0], False, policy, f"the policy of {folder}")
     for name in () if config.policy else given(config, "max_batch", *OF_POLICIES):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rich.console import Console
 
 from ebrl.cli import folder as run_folder
@@ -12,7 +10,6 @@ from ebrl.cli.eval import read_config
 from ebrl.cli.train import build, build_learner
 from ebrl.core.errors import ConfigError
 from ebrl.replayer import replay
-from ebrl.train.ppo import PPOConfig
 
 
 def replay_run(config: ReplayConfig) -> int:
@@ -24,14 +21,10 @@ def replay_run(config: ReplayConfig) -> int:
     Raises:
         EbrlError: The folder holds no recorded run.
     """
-    record = run_folder.load_config(config.run)
+    trained = read_config(config.run, "seed", "ppo")
     log = config.run / run_folder.EVENTS
     if not log.is_file():
         raise ConfigError(f"{config.run} was not recorded: train with --record")
-    try:
-        trained = replace(read_config(record), seed=record["seed"], ppo=PPOConfig(**record["ppo"]))
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"config.json in {config.run} is of another version of EBRL: {error}") from error
     specs, policy = build(trained)
     report = replay(log, specs[0], build_learner(trained, policy))  # only runs of one task are recorded
     Console().print(report.describe(), soft_wrap=True, highlight=False, markup=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from rich.console import Console
 from ebrl.cli import folder as run_folder
 from ebrl.cli.config import TrainConfig
 from ebrl.cli.progress import RunProgress
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, EbrlError
 from ebrl.core.profile_file import SavedProfiles, load
 from ebrl.core.records import EnvSpec, UpdateReport
 from ebrl.core.rng import Domain, stream
@@ -26,13 +26,18 @@ from ebrl.sim.spec import env_specs
 from ebrl.sim.tasks import check_even, spread
 from ebrl.train.checkpoint import Checkpoint, Checkpointer
 from ebrl.train.evaluate import EvalReport, evaluate
+from ebrl.train.folders import locked
 from ebrl.train.metrics import MetricsWriter, flatten, task_scalars
 from ebrl.train.ppo import PPO
 from ebrl.train.trainer import Trainer
 
 
-def train(config: TrainConfig) -> int:
+def train(config: TrainConfig, given: Iterable[str] = ()) -> int:
     """Run the command.
+
+    Args:
+        config: Of the run.
+        given: Options that the command names.
 
     Returns:
         Exit status: 0, or 3 when a target was set and not reached.
@@ -40,32 +45,57 @@ def train(config: TrainConfig) -> int:
     Raises:
         EbrlError: The configuration cannot work; nothing was written.
     """
-    if config.resume is None:
-        run_folder.refuse_existing(config.folder)
-    else:
-        config = config.of_resumed(run_folder.load_config(config.resume))
-    saves = Checkpointer(config.folder / run_folder.CHECKPOINTS)
-    saved = newest(saves, config) if config.resume is not None else None
     console = Console()
-    known = load(config.profile) if config.profile is not None else None
-    specs, policy = build(config)
-    tasks = [specs[i].task for i in spread(specs, config.num_envs)]
-    if config.sampling == "quota":
-        check_even(tasks)
-    learner = build_learner(config, policy)
-    if saved is None:
-        run_folder.create(config.folder, config)
-    else:
-        saved.restore(learner)  # before anything is written: it may be of another version's networks
-        run_folder.write_config(config.folder, config)
-        run_folder.forget_after(config.folder, saved.update)
-        if (config.folder / run_folder.EVENTS).is_file():
-            console.print("the event log ends where the run did: what is resumed is not recorded", highlight=False)
-    with MetricsWriter(config.folder) as metrics:
+    with ExitStack() as stack:  # the folder of the run stays locked
+        if config.resume is None:
+            run_folder.refuse_existing(config.folder)
+        else:
+            config = config.of_resumed(run_folder.load_config(config.resume), given)
+            stack.enter_context(locked(config.folder))
+        saves = Checkpointer(config.folder / run_folder.CHECKPOINTS)
+        saved = newest(saves, config) if config.resume is not None else None
+        known = profiles(config, console)
+        specs, policy = build(config)
+        if config.sampling == "quota":
+            check_even([specs[i].task for i in spread(specs, config.num_envs)])
+        learner = build_learner(config, policy)
+        if saved is None:
+            run_folder.create(config.folder, config)
+            stack.enter_context(locked(config.folder))
+        else:
+            go_back(config, saved, learner, console)
+        metrics = stack.enter_context(MetricsWriter(config.folder))
         session = Session(config, console, specs, policy, learner, metrics, saves, known, saved)
         with saving(session, config, console):
             run(session.main())
     return 0 if session.reached or not config.evaluates else 3
+
+
+def profiles(config: TrainConfig, console: Console) -> SavedProfiles | None:
+    """Return what the stages begin with.
+
+    Raises:
+        ConfigError: There is no such file, or it is not ours.
+    """
+    if config.profile is None:
+        return None
+    if config.resume is not None and not config.profile.exists():
+        console.print(f"{config.profile} is gone: stages begin without profiles", soft_wrap=True, highlight=False)
+        return None
+    return load(config.profile)
+
+
+def go_back(config: TrainConfig, saved: Checkpoint, learner: PPO, console: Console) -> None:
+    """Bring learner and folder of a run to where its checkpoint is.
+
+    Raises:
+        CheckpointError: The learner has another form; nothing was written.
+    """
+    saved.restore(learner)
+    run_folder.write_config(config.folder, config)
+    run_folder.forget_after(config.folder, saved.update)
+    if (config.folder / run_folder.EVENTS).is_file():
+        console.print("the event log ends where the run did: what is resumed is not recorded", highlight=False)
 
 
 def newest(saves: Checkpointer, config: TrainConfig) -> Checkpoint:
@@ -118,13 +148,20 @@ def build_learner(config: TrainConfig, policy: TorchPolicy) -> PPO:
 
 @contextmanager
 def saving(session: Session, config: TrainConfig, console: Console) -> Iterator[None]:
-    """Save what was learned, however the run ends."""
+    """Save what was learned, however the run ends; that this fails hides no other error."""
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        path = run_folder.save_policy(session.learned(), config.folder)
-        console.print(f"policy saved to {path}", soft_wrap=True, highlight=False, markup=False)
-        session.save_profiles()
+        try:
+            path = run_folder.save_policy(session.learned(), config.folder)
+            console.print(f"policy saved to {path}", soft_wrap=True, highlight=False, markup=False)
+            session.save_profiles()
+        except EbrlError as error:
+            if not failed:
+                raise
+            console.print(str(error), soft_wrap=True, highlight=False, markup=False)
 
 
 class Session:

@@ -258,6 +258,11 @@ class Admission:
         return list(self._ahead) if self._quota is not None else [0] * self._num_envs
 
     @property
+    def waiting(self) -> set[int]:
+        """Environments that wait for a credit."""
+        return {env for env, _ in self._waiters}
+
+    @property
     def num_buffered(self) -> int:
         """Decisions in segments that were handed to the consumer."""
         return self._buffered

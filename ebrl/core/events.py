@@ -25,16 +25,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any, Self, TextIO, TypeAlias
+from typing import Any, Final, Self, TextIO, TypeAlias, get_args
 from zlib import crc32
 
 import numpy as np
 
 from ebrl.core.errors import ConfigError
-from ebrl.core.records import Observation, Segment, TrainBatch
+from ebrl.core.records import Observation, Reason, Segment, TrainBatch
 
 SCHEMA = 1
 MAGIC = "ebrl_events"
+
+FACTS: Final[Mapping[str, Mapping[str, type]]] = {
+    "groups": {"specs": list, "count": int, "actor": str},
+    "trainers": {"batch_size": int, "max_lag": int, "threads": int, "parameters": str},
+    "generators": {"threads": int, "deterministic": bool},
+}
+"""What a header says of each service, by kind."""
 
 Checks: TypeAlias = tuple[int, int, int]
 """CRC-32 of what a decision saw, of what the policy answered, and of what came of it."""
@@ -109,7 +116,13 @@ class Taken:
     def from_json(cls, env: int, episode: int, first: int, versions: list[list[int]], checks: str) -> Self:
         """Read what `to_json` returned."""
         rows = np.frombuffer(bytes.fromhex(checks), "<u4").reshape(-1, 3).tolist()
-        return cls(env, episode, first, tuple((v, n) for v, n in versions), [(a, b, c) for a, b, c in rows])
+        found = cls(env, episode, first, tuple((v, n) for v, n in versions), [(a, b, c) for a, b, c in rows])
+        numbers = [env, episode, first, *(number for run in found.versions for number in run)]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"env, episode, first decision and versions are {numbers}")
+        if any(num < 1 for _, num in found.versions) or sum(num for _, num in found.versions) != len(rows):
+            raise ValueError(f"{len(rows)} checks of decisions {first} and on of env {env}, which are not as many")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +155,16 @@ class Update:
     def from_json(cls, record: dict[str, Any]) -> Self:
         """Read what `to_json` returned."""
         taken = [Taken.from_json(*item) for item in record["taken"]]
-        return cls(**{**record, "taken": taken, "batch": [tuple(piece) for piece in record["batch"]]})
+        batch = [(env, first, num, reason, worth) for env, first, num, reason, worth in record["batch"]]
+        for env, first, num, reason, worth in batch:
+            if any(type(number) is not int for number in (env, first, num)) or num < 1:
+                raise ValueError(f"a piece of the batch is {[env, first, num]}")
+            if reason not in get_args(Reason) or not (worth is None or type(worth) in (int, float)):
+                raise ValueError(f"a piece of the batch has {reason!r} and {worth!r}")
+        weights = record["weights"]
+        if weights is not None and [type(weight) for weight in weights] != [float] * sum(piece[2] for piece in batch):
+            raise ValueError("the weights are not one for each decision of the batch")
+        return cls(**{**record, "taken": taken, "batch": batch})
 
 
 class EventLog:
@@ -193,6 +215,46 @@ class EventLog:
         self._file.close()
 
 
+class _Books:
+    """What a log says became of each decision; whoever reads its lines in order finds out whether that can be."""
+
+    def __init__(self, count: int, batch_size: int, max_lag: int) -> None:
+        self._count = count
+        self._batch_size = batch_size
+        self._max_lag = max_lag
+        self._next: Counter[int] = Counter()  # of each environment
+        self._untrained: dict[tuple[int, int], tuple[int, int]] = {}  # version and episode
+
+    def read(self, update: Update) -> None:
+        """Follow one line.
+
+        Raises:
+            ValueError: It contradicts the header or a line before.
+        """
+        for taken in update.taken:
+            if taken.env >= self._count:
+                raise ValueError(f"env {taken.env} of {self._count} environments")
+            if taken.first != self._next[taken.env]:
+                raise ValueError(f"decision {taken.first} of env {taken.env} comes after {self._next[taken.env] - 1}")
+            for env, episode, index, version, _ in taken.rows():
+                if version > update.version:
+                    raise ValueError(f"decision {index} of env {env} was made with version {version}")
+                self._untrained[env, index] = version, episode
+            self._next[taken.env] += len(taken.checks)
+        num = sum(piece[2] for piece in update.batch)
+        if num != self._batch_size:
+            raise ValueError(f"the batch has {num} decisions, not {self._batch_size}")
+        for env, first, length, _, _ in update.batch:
+            known = [self._untrained.pop((env, index), None) for index in range(first, first + length)]
+            if len({None if entry is None else entry[1] for entry in known}) != 1 or known[0] is None:
+                raise ValueError(
+                    f"decisions {first} to {first + length - 1} of env {env} are trained, which are not those of one "
+                    "episode, not known, too old or trained before"
+                )
+        oldest = update.version + 1 - self._max_lag
+        self._untrained = {key: entry for key, entry in self._untrained.items() if entry[0] >= oldest}
+
+
 class RecordedRun:
     """A log that is read, as often as one likes and a line at a time.
 
@@ -206,7 +268,7 @@ class RecordedRun:
         """Read the header.
 
         Raises:
-            ConfigError: There is no such file, it is no event log, or one of another schema.
+            ConfigError: There is no such file, it is no event log, one of another schema, or its header is damaged.
         """
         self.path = path
         self.end = ""
@@ -221,6 +283,7 @@ class RecordedRun:
                 f"{SCHEMA}: replay it with the version that wrote it"
             )
         self.header: dict[str, Any] = line
+        self._check_header()
 
     def updates(self) -> Iterator[Update]:
         """Yield all updates that are complete.
@@ -231,13 +294,13 @@ class RecordedRun:
         lines = self._lines()
         next(lines)
         for version, line in enumerate(lines):
-            if "unreplayable" in line:
+            if isinstance(line, dict) and "unreplayable" in line:
                 self.end = f"what follows cannot be repeated: {line['unreplayable']}"
                 return
             try:
                 update = Update.from_json(line)
             except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{self.path}: line {version + 2} is damaged: {error!r}") from error
+                raise self._damaged(version + 2, error) from error
             if update.version != version:
                 raise ConfigError(
                     f"{self.path}: line {version + 2} is the update of version {update.version}, not {version}: "
@@ -246,12 +309,22 @@ class RecordedRun:
             yield update
 
     def who_acted(self) -> tuple[Runs, list[int]]:
-        """Read the whole log, and return who acted with which version, and how many decisions were made until each."""
+        """Read the whole log, and return who acted with which version, and how many decisions were made until each.
+
+        Raises:
+            ConfigError: A line is damaged, or contradicts the header or a line before.
+        """
+        ((_, group),), ((_, trainer),) = self.header["groups"].items(), self.header["trainers"].items()
+        books = _Books(group["count"], trainer["batch_size"], trainer["max_lag"])
         runs: Runs = defaultdict(deque)
         nums: Counter[int] = Counter()
         last = -1
         for update in self.updates():
             last = update.version
+            try:
+                books.read(update)
+            except ValueError as error:
+                raise self._damaged(update.version + 2, error) from error
             for taken in update.taken:
                 own = runs[taken.env]
                 for version, num in taken.versions:
@@ -262,6 +335,23 @@ class RecordedRun:
                         own.append([version, num])
         return runs, list(accumulate(nums[version] for version in range(last + 1)))
 
+    def _check_header(self) -> None:
+        for kind, form in FACTS.items():
+            services = self.header.get(kind, {})
+            if not isinstance(services, dict) or (kind != "generators" and len(services) != 1):
+                raise self._damaged(1, f"{kind} is {services!r}")
+            for name, facts in services.items():
+                wrong = [key for key in form if not _tells(facts, key, form[key])]
+                if wrong:
+                    raise self._damaged(1, f"of {name} ({kind}) it does not tell {', '.join(wrong)}")
+        seed = self.header.get("seed")
+        if type(seed) is not int or seed < 0:
+            raise self._damaged(1, "it does not tell the seed")
+
+    def _damaged(self, line: int, why: object) -> ConfigError:
+        text = str(why) if isinstance(why, str | ValueError) else repr(why)
+        return ConfigError(f"{self.path}: line {line} is damaged: {text}")
+
     def _foreign(self) -> ConfigError:
         return ConfigError(f"{self.path} is no event log: give a file that Runtime(record=...) wrote")
 
@@ -271,7 +361,7 @@ class RecordedRun:
                 for number, text in enumerate(file, 1):
                     try:
                         line = json.loads(text)
-                    except ValueError:
+                    except (ValueError, RecursionError):
                         if number == 1:
                             raise self._foreign() from None
                         if next(file, None) is not None:
@@ -281,3 +371,11 @@ class RecordedRun:
                     yield line
         except OSError as error:
             raise ConfigError(f"{self.path}: the event log cannot be read: {error}") from error
+
+
+def _tells(facts: Any, key: str, form: type) -> bool:
+    """Whether a header says this of a service."""
+    value = facts.get(key) if isinstance(facts, dict) else None
+    if form is not int:
+        return type(value) is form
+    return type(value) is int and (0 if key == "max_lag" else 1) <= value < 2**32

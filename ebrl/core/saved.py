@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ebrl.core.admission import Ledger
 from ebrl.core.records import Array, Episode, Observation, Segment
 
+Others: TypeAlias = Mapping[str, tuple[int, int, Array | None]]
+"""Of each further actor, by name: how often it was asked, in which episode last, and what it remembers of that."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedEpisode:
-    """An episode that runs, told so that it can be run again up to the same point.
+    """An episode that runs, told so that it can be run again up to the observation that its program saw last.
+
+    Where a decision is in flight that is the one before it, and `rng` and `others` are those with which it began: what
+    a program draws and asks before it decides, it draws and asks again. What it does of that after a step, it does not;
+    so whoever goes on has these from its first decision on.
 
     Attributes:
         actions: ``[h, *action.shape]`` of each call that stepped the simulator.
@@ -25,6 +32,10 @@ class SavedEpisode:
         success: Whether one of them reported it.
         duration_s: Loop time that it has taken.
         reported: It was at its end, and counted as an episode; only its last decision was still in flight.
+        called: The program has called the simulator in it, so that actions alone do not lead to the same point.
+        dropped: Why decisions that began after that observation have ended; they are made again, too.
+        rng: State of the program's generator when the decision in flight began; None if there was none.
+        others: Likewise, what further actors were asked.
     """
 
     actions: list[Array]
@@ -36,6 +47,10 @@ class SavedEpisode:
     success: bool | None
     duration_s: float
     reported: bool = False
+    called: bool = False
+    dropped: list[str] = field(default_factory=list)
+    rng: Mapping[str, Any] | None = None
+    others: Others = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +61,24 @@ class SavedEnv:
         episode: Number of the episode that began last; -1: none.
         num_decisions: Over all episodes.
         env_steps: Over all episodes.
-        others: Of each further actor, in the order in which they were first asked: how often it was, in which episode
-            last, and what it remembers of that.
+        others: What further actors were asked.
         rng: State of the program's generator.
-        running: The episode, where the group notes what is needed to run it again.
+        running: The episode, where the group notes what is needed to run it again; then all is as of its moment.
+        in_flight: Whether a decision was.
     """
 
     episode: int
     num_decisions: int
     env_steps: int
-    others: tuple[tuple[int, int, Array | None], ...]
+    others: Others
     rng: Mapping[str, Any]
     running: SavedEpisode | None
+    in_flight: bool = False
+
+    def settled(self, *, replay: bool) -> SavedEnv:
+        """Return it without its decision in flight, and without an episode that is not or cannot be run again."""
+        again = replay and self.running is not None and not self.running.called
+        return replace(self, running=self.running if again else None, in_flight=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +87,11 @@ class SavedExperience:
 
     Attributes:
         seed: Of the run; keys the seeds of episodes to come.
+        name: Of the group; likewise.
+        ids: Of each environment's spec.
         tasks: Of each environment.
+        group_size: Environments that run the same episodes.
+        compared: Whether the consumer takes the episodes of whole groups.
         ledger: As of the moment.
         ahead: Of each environment, decisions that were trained beyond its quota; zeros without quotas.
         segments: Finished, and not taken by the consumer yet.
@@ -77,7 +102,11 @@ class SavedExperience:
     """
 
     seed: int
+    name: str
+    ids: list[str]
     tasks: list[str]
+    group_size: int
+    compared: bool
     ledger: Ledger
     ahead: list[int]
     segments: list[Segment]
@@ -99,18 +128,20 @@ class SavedExperience:
 
         Args:
             replay: Run episodes again where that is possible: what was in flight is made again, and so was never
-                started. Otherwise running ones are given up: their open segments end where they are, and bootstrap from
+                started. The other running ones are given up: their open segments end where they are, and bootstrap from
                 what was seen last; what was in flight is lost.
         """
         ledger, dropped = self.ledger, Counter(self.ledger.dropped)
-        envs = self.envs if replay else [replace(env, running=None) for env in self.envs]
+        envs = [env.settled(replay=replay) for env in self.envs]
         cut = [segment for segment in self.open if envs[segment.env].running is None]
         left = [segment for segment in self.open if envs[segment.env].running is not None]
-        lost = ledger.in_flight if all(env.running is None for env in envs) else 0
+        lost = sum(before.in_flight and env.running is None for before, env in zip(self.envs, envs, strict=True))
+        again = [reason for env in envs if env.running is not None for reason in env.running.dropped]
         dropped["lost"] += lost
+        dropped.subtract(again)
         dropped["incomplete"] += ledger.parked - _count(self.open)
         settled = Ledger(
-            started=ledger.started - ledger.in_flight + lost,
+            started=ledger.started - ledger.in_flight + lost - len(again),
             trained=ledger.trained,
             dropped={reason: num for reason, num in dropped.items() if num},
             buffered=ledger.buffered + _count(cut),

@@ -54,7 +54,7 @@ class EnvContext:
         self.recorder = recorder
         self.num_calls = 0
         self.resumed: SavedEnv | None = None  # whose episode the first reset has to bring back
-        self.asked_before: tuple[tuple[int, int, Array | None], ...] = ()  # see `SavedEnv.others`
+        self.others: dict[str, Other] = {}  # by name of the actor
         self.reported = -1  # episode that was counted before the resume, and ends again
         self._key = key
         self._group = group
@@ -63,7 +63,6 @@ class EnvContext:
         self._loop = asyncio.get_running_loop()
         self._noise = NoiseStream(group.seed, *key, 0)
         self._request = ActStepRequest(self, self._noise)
-        self._others: dict[int, Other] = {}
         self.meter = EpisodeMeter()
         if group.replays:
             recorder.log = EpisodeLog(self, group.specs[index].action)
@@ -254,6 +253,8 @@ class EnvContext:
             _refuse(self, "call")
         self._busy = "call"
         self.num_calls += 1
+        if self.recorder.log is not None:
+            self.recorder.log.called = True
         try:
             future: asyncio.Future[T] = self._loop.create_future()
             self.slot.call(future, fn)
@@ -320,10 +321,9 @@ def _begin_episode(env: EnvContext, obs: Observation) -> None:
     env._request.memory = None
     env.meter.begin(env._loop.time(), env.recorder.num_decisions)
     env._last_obs = obs if env._observe is None else env._observe(obs)
+    running = come_back(env) if env.resumed is not None else None
     if env.recorder.log is not None:
-        env.recorder.log.begin([])
-    if env.resumed is not None:
-        come_back(env)
+        env.recorder.log.begin(running)
     if env._trace is not None:
         _span(env, "reset")
 
@@ -332,6 +332,8 @@ def _close(env: EnvContext) -> None:
     env.recorder.end(env._last_obs)
     if env._group.cohorts is not None:
         env._group.cohorts.end(env.index, env.episode, env.meter.success, lost=env.meter.lost)
+    if env.recorder.log is not None:
+        env.recorder.log.end()
 
 
 async def _wait_for_credit(env: EnvContext) -> None:
@@ -350,13 +352,13 @@ def _lose(env: EnvContext, started: bool) -> None:
         env.recorder.drop_current("lost")
     env.recorder.cut("lost")
     env.meter.lost = True
+    if env.recorder.log is not None:
+        env.recorder.log.end()
     _end_episode(env, "a step failed or was cancelled while it ran, so the state of the simulator is unknown")
 
 
 def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
     rewards = result.rewards
-    if env.recorder.log is not None:
-        env.recorder.log.add(action)
     if env._observe is not None:
         result.obs = env._observe(result.obs)
     env._last_obs = result.obs
@@ -379,6 +381,8 @@ def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
         if decision is not None:
             decision.terminated, decision.truncated = result.terminated, result.truncated
         _end_episode(env, "the episode has ended")
+    if env.recorder.log is not None:
+        env.recorder.log.step(action)
     return result
 
 

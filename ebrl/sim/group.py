@@ -79,9 +79,10 @@ class EnvGroup:
             on_resume: What becomes of running episodes in a run that goes on with a checkpoint. ``"next"``: they are
                 given up, what is finished of them is trained, and the next ones begin. ``"replay"``: they are run again
                 to the same point, exact where simulators are deterministic and programs keep nothing in mind from one
-                decision to the next; the run that saves needs it too. Default: ``"replay"`` in deterministic mode.
-                Episodes that a learner compares (GRPO) are given up in any case, and none of them is trained; in
-                deterministic mode there are none when an update has just ended.
+                decision to the next (`ebrl.sim.resume`); the run that saves needs it too. Default: ``"replay"`` in
+                deterministic mode. Episodes in which simulators were called (`EnvContext.call`) are given up in any
+                case, as are those that a learner compares (GRPO), of which none is trained; in deterministic mode there
+                are none of these when an update has just ended.
             name: Of the service; keys its random streams.
 
         Raises:
@@ -202,7 +203,7 @@ class EnvGroup:
     @property
     def env_steps(self) -> int:
         """Simulator steps so far, of all environments."""
-        return sum(context.meter.env_steps for context in self._contexts)
+        return self._past.steps_to_come + sum(context.meter.env_steps for context in self._contexts)
 
     # The consumer's side; see `ebrl.core.protocols.Experience`.
 

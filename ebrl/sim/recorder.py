@@ -73,19 +73,21 @@ class Recorder:
     def must_wait(self, obs: Observation) -> bool:
         """Close the decision before `obs` and start one; return whether its credit has to be waited for."""
         decision, admission = self.current, self.admission
-        if self.log is not None:
-            self.log.mark()
         self.place = self._num_decisions
         if admission is None:
             self.current = None
             return False
         if decision is None or not decision.num_steps or len(self._open) + 1 >= self.segment_length:
             self.park(obs)
-            return not admission.try_start(self.env)
-        self.current = None  # as in park(), with one call for both
-        self._last_obs = obs
-        self._open.append(decision)
-        return not admission.next(self.env)
+            may_start = admission.try_start(self.env)
+        else:
+            self.current = None  # as in park(), with one call for both
+            self._last_obs = obs
+            self._open.append(decision)
+            may_start = admission.next(self.env)
+        if self.log is not None:
+            self.log.decide()
+        return not may_start
 
     def begin(self, episode: int, obs: Observation, out: ActionOut) -> None:
         """The policy answered."""
@@ -103,7 +105,7 @@ class Recorder:
         if admission is None:
             return
         if not decision.num_steps:
-            admission.drop(self.env, "unexecuted", "in_flight")
+            self._drop("unexecuted")
             return
         self._open.append(decision)
         admission.park()
@@ -121,7 +123,13 @@ class Recorder:
             self._num_decisions += 1  # not answered: its number, which is that of its noise, is not given again
         self.current = None
         if self.admission is not None:
-            self.admission.drop(self.env, reason, "in_flight")
+            self._drop(reason)
+
+    def _drop(self, reason: Drop) -> None:
+        assert self.admission is not None
+        self.admission.drop(self.env, reason, "in_flight")
+        if self.log is not None:
+            self.log.dropped.append(reason)
 
     @property
     def open_segment(self) -> Segment | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebrl.core.protocols import Actor
 from ebrl.core.records import ActionOut, Array, Observation
-from ebrl.core.rng import NoiseStream
+from ebrl.core.rng import NoiseStream, name_key
 
 if TYPE_CHECKING:
     from ebrl.sim.context import EnvContext
@@ -106,13 +106,17 @@ class Other:
         self.memory = memory
 
 
+def noise_of(env: EnvContext, actor: str) -> NoiseStream:
+    """Return the stream of another actor than the group's own."""
+    return NoiseStream(env._group.seed, *env._key, name_key(actor))
+
+
 async def ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
     """Ask an actor that is not the group's own: no decision is opened, and no credit needed."""
-    others, episode = env._others, env.episode
-    other = others.get(id(actor))
+    others, episode = env.others, env.episode
+    other = others.get(actor.name)
     if other is None:
-        noise, before = NoiseStream(env._group.seed, *env._key, len(others) + 1), env.asked_before[len(others) :]
-        other = others[id(actor)] = Other(noise, *before[0]) if before else Other(noise)
+        other = others[actor.name] = Other(noise_of(env, actor.name))
     env.num_calls += 1
     future: asyncio.Future[ActionOut] = env._loop.create_future()
     memory = other.memory if other.episode == episode else None

@@ -4,13 +4,18 @@ Simulators cannot be saved in general. So an episode that runs is either given u
 simulators are deterministic, run again: reset with the same seed and told the same actions. A decision that was in
 flight is then made again, with the same noise, and everything is as if it had never been started.
 
+The program is begun anew, and its reset returns what it saw last before that decision. So what it keeps in mind from
+one decision to the next is lost; and it draws (`rng`) and asks other actors again what came between observation and
+decision. That is as it was for a program that draws before a decision and its step, and for one that draws after them;
+one that does both finds other numbers before its first decision, and the same ones after it.
+
 The other half of `EnvContext` and `EnvGroup`, on which everything here works.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +23,8 @@ import numpy as np
 
 from ebrl.core.errors import ConfigError, SimulatorError
 from ebrl.core.records import Array, ArraySpec, Observation, StepResult
-from ebrl.core.saved import SavedEnv, SavedEpisode, SavedExperience
+from ebrl.core.saved import Others, SavedEnv, SavedEpisode, SavedExperience
+from ebrl.sim.requests import Other, noise_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,9 +36,14 @@ logger = logging.getLogger("ebrl")
 
 
 class EpisodeLog:
-    """What a simulator was told in the running episode, and how everything was when its last decision began."""
+    """What a simulator was told in the running episode, and how everything was when its program saw it last.
 
-    __slots__ = ("_dtype", "_env", "_mark", "_shape", "actions")
+    Attributes:
+        called: The program has called the simulator since the episode began.
+        dropped: Why decisions that began after what the program saw last have ended.
+    """
+
+    __slots__ = ("_actions", "_began", "_dtype", "_env", "_given", "_num", "_seen", "_shape", "called", "dropped")
 
     def __init__(self, env: EnvContext, action: ArraySpec) -> None:
         """Make a log.
@@ -44,44 +55,64 @@ class EpisodeLog:
         self._env = env
         self._shape = (-1, *action.shape)
         self._dtype = np.dtype(action.dtype)
-        self._mark: tuple[SavedEnv, int] | None = None
-        self.actions: list[Array] = []
+        self.called = False
+        self.dropped: list[str] = []
+        self._actions: list[Array] = []
+        self._seen = state_of(env, None)
+        self._num = 0  # actions until then
+        self._began = self._seen, 0
+        self._given: SavedEpisode | None = None  # that goes on, until its first decision begins
 
-    def begin(self, actions: list[Array]) -> None:
-        """An episode begins, or goes on after these actions."""
-        self.actions = list(actions)
-        self._mark = None
+    def begin(self, running: SavedEpisode | None) -> None:
+        """An episode begins, or goes on where it was."""
+        self.called = False
+        self._actions = list(running.actions) if running is not None else []
+        self._see()
+        self._given = running
 
-    def add(self, action: Any) -> None:
-        """The simulator was stepped; a copy, since programs may use their arrays again."""
-        self.actions.append(np.array(action, self._dtype).reshape(self._shape))
+    def step(self, action: Any) -> None:
+        """The simulator was stepped; the action is copied, since programs may use their arrays again."""
+        self._actions.append(np.array(action, self._dtype).reshape(self._shape))
+        if not self._env.done:  # what follows the end cannot be come back to: then the last step is done again
+            self._see()
 
-    def mark(self) -> None:
+    def end(self) -> None:
+        """No episode runs; whoever goes on begins its program anew."""
+        if self._seen.running is not None:
+            self._seen = state_of(self._env, None)
+
+    def renew(self) -> None:
+        """No episode runs yet, and the environment was given another state."""
+        self._seen = state_of(self._env, None)
+
+    def decide(self) -> None:
         """A decision begins."""
-        self._mark = state_of(self._env, self.actions), len(self.actions)
+        env, given, seen = self._env, self._given, self._seen
+        if given is not None and given.rng is not None:
+            give_back(env, given.rng, given.others)
+        self._given = None
+        if seen.running is not None:
+            rng, others = env.rng.bit_generator.state, others_of(env)
+            running = replace(seen.running, rng=rng, others=others, dropped=list(self.dropped))
+            self._began = replace(seen, running=running), self._num
 
     def state(self) -> SavedEnv:
-        """Return how the environment is, or how it was when the decision began that is not finished yet."""
-        env, mark = self._env, (state_of(self._env, self.actions), len(self.actions))
-        if env._busy in ("act", "act_step") or env.recorder.current is not None:
-            assert self._mark is not None
-            mark = self._mark
-        saved, num = mark
-        assert saved.running is not None
-        return replace(saved, running=replace(saved.running, actions=self.actions[:num], reported=env.done))
+        """Return how the environment was when the program saw something last, or before the decision in flight."""
+        env, given = self._env, self._given
+        saved, num = self._began if deciding(env) else (self._seen, self._num)
+        running = saved.running
+        if running is None:
+            return saved
+        if not deciding(env):
+            running = replace(running, dropped=list(self.dropped))
+        if given is not None:
+            running = replace(running, rng=given.rng, others=given.others)
+        return replace(saved, running=replace(running, actions=self._actions[:num], reported=env.done))
 
-
-def state_of(env: EnvContext, actions: list[Array] | None) -> SavedEnv:
-    """Return how an environment is now.
-
-    Args:
-        env: Which.
-        actions: Those of its episode; None: it cannot be run again.
-    """
-    meter, running = env.meter, None
-    if actions is not None:
+    def _see(self) -> None:
+        env, meter = self._env, self._env.meter
         running = SavedEpisode(
-            actions=actions,
+            actions=[],
             last_obs=env._last_obs,
             memory=env._request.memory,
             first_decision=meter.first_decision,
@@ -89,24 +120,52 @@ def state_of(env: EnvContext, actions: list[Array] | None) -> SavedEnv:
             total_reward=meter.total_reward,
             success=meter.success,
             duration_s=env.episode_time,
+            called=self.called,
         )
-    others = tuple((other.num_asked, other.episode, other.memory) for other in env._others.values())
+        self._seen, self._num, self._given = state_of(env, running), len(self._actions), None
+        self.dropped = []
+
+
+def deciding(env: EnvContext) -> bool:
+    """Whether a decision has begun whose outcome is not complete."""
+    return env._busy in ("act", "act_step") or env.recorder.current is not None
+
+
+def state_of(env: EnvContext, running: SavedEpisode | None) -> SavedEnv:
+    """Return how an environment is now."""
     return SavedEnv(
         episode=env.episode,
         num_decisions=env.recorder.num_decisions,
-        env_steps=meter.env_steps,
-        others=others + env.asked_before[len(others) :],
+        env_steps=env.meter.env_steps,
+        others=others_of(env),
         rng=env.rng.bit_generator.state,
         running=running,
     )
 
 
-def save_env(env: EnvContext) -> SavedEnv:
-    """Return what is needed to go on with an environment in another process."""
+def others_of(env: EnvContext) -> Others:
+    """Return what further actors were asked."""
+    return {name: (other.num_asked, other.episode, other.memory) for name, other in env.others.items()}
+
+
+def give_back(env: EnvContext, rng: Mapping[str, Any], others: Others) -> None:
+    """Let the program's generator and further actors go on from there."""
+    env.rng.bit_generator.state = rng
+    env.others = {name: Other(noise_of(env, name), *asked) for name, asked in others.items()}
+
+
+def save_env(env: EnvContext, waiting: Container[int] = ()) -> SavedEnv:
+    """Return what is needed to go on with an environment in another process.
+
+    Args:
+        env: Which.
+        waiting: Environments that wait for a credit.
+    """
     if env.resumed is not None:  # its first reset has not brought it back yet
         return env.resumed
-    log, over = env.recorder.log, env.done and env.recorder.current is None
-    return state_of(env, None) if log is None or over else log.state()
+    log = env.recorder.log
+    saved = state_of(env, None) if log is None else log.state()
+    return replace(saved, in_flight=deciding(env) and env.index not in waiting)
 
 
 def resume_env(env: EnvContext, saved: SavedEnv) -> None:
@@ -114,34 +173,41 @@ def resume_env(env: EnvContext, saved: SavedEnv) -> None:
     running = saved.running is not None
     env.resumed = saved if running else None
     env.episode = saved.episode - running
-    env.rng.bit_generator.state = saved.rng
-    env.asked_before = saved.others
+    give_back(env, saved.rng, saved.others)
     env.meter.steps_before = saved.env_steps
+    if env.recorder.log is not None:
+        env.recorder.log.renew()
 
 
 class Past:
     """What a group goes on with, environment by environment, and what they counted before.
 
     Attributes:
-        env_steps: Of environments that have gone on.
-        episodes: Likewise.
+        env_steps: Of all environments.
+        episodes: Of environments that have gone on.
+        waiting: Those that are not built yet, by index. An update may end before they are, of what was saved.
     """
 
     def __init__(self) -> None:
         self.env_steps = 0
         self.episodes = 0
-        self._envs: dict[int, SavedEnv] = {}
+        self.waiting: dict[int, SavedEnv] = {}
+
+    @property
+    def steps_to_come(self) -> int:
+        """Of environments that are not built yet."""
+        return sum(env.env_steps for env in self.waiting.values())
 
     def take(self, envs: Sequence[SavedEnv]) -> None:
         """There is one."""
-        self._envs = dict(enumerate(envs))
+        self.waiting = dict(enumerate(envs))
+        self.env_steps = sum(env.env_steps for env in envs)
 
     def give(self, env: EnvContext) -> None:
         """Let an environment go on, if there is something to go on with."""
-        saved = self._envs.pop(env.index, None)
+        saved = self.waiting.pop(env.index, None)
         if saved is not None:
             resume_env(env, saved)
-            self.env_steps += env.meter.env_steps
             self.episodes += env.episode + 1
 
 
@@ -164,8 +230,8 @@ async def run_again(env: EnvContext, obs: Observation) -> Observation:
     return obs
 
 
-def come_back(env: EnvContext) -> None:
-    """Go on with the episode that was run again, as if it had never been interrupted.
+def come_back(env: EnvContext) -> SavedEpisode:
+    """Go on with the episode that was run again, as if it had never been interrupted, and return it.
 
     Raises:
         SimulatorError: It came to another observation.
@@ -188,8 +254,8 @@ def come_back(env: EnvContext) -> None:
     meter.total_reward = running.total_reward
     meter.success = running.success
     env.reported = env.episode if running.reported else -1
-    if env.recorder.log is not None:
-        env.recorder.log.begin(running.actions)
+    give_back(env, saved.rng, saved.others)  # as it was, whatever the program has done before its reset
+    return running
 
 
 def same(a: Observation, b: Observation) -> bool:
@@ -203,20 +269,26 @@ def save_group(group: EnvGroup) -> SavedExperience:
     """Return what is needed to go on with a group in another process.
 
     Raises:
-        ConfigError: It is still being built.
+        ConfigError: It is still being built, and began nothing elsewhere.
     """
-    if len(group._contexts) < group.count:
+    later = group._past.waiting
+    if len(group._contexts) + len(later) < group.count:
         raise ConfigError(f"{group.name} is still being built: save a run after one of its updates")
     segments = [recorder.open_segment for recorder in group._recorders] if group.cohorts is None else []
+    waiting = group.admission.waiting
     return SavedExperience(
         seed=group.seed,
+        name=group.name,
+        ids=[spec.id for spec in group.specs],
         tasks=group.tasks,
+        group_size=group.group_size,
+        compared=group.cohorts is not None,
         ledger=group.admission.ledger(),
         ahead=group.admission.ahead,
         segments=list(group._segments),
         open=[segment for segment in segments if segment is not None],
         episodes=list(group._episodes),
-        envs=[save_env(context) for context in group._contexts],
+        envs=[*(save_env(context, waiting) for context in group._contexts), *later.values()],
     )
 
 
@@ -224,15 +296,10 @@ def resume_group(group: EnvGroup, saved: SavedExperience) -> SavedExperience:
     """Give everybody what it goes on with, and return all of it.
 
     Raises:
-        ConfigError: It is of another number of environments, of other tasks, or of another seed.
+        ConfigError: It is of another number of environments, of other ones, or of another seed.
     """
-    num, name, cohorts = len(saved.envs), group.name, group.cohorts
-    if num != group.count:
-        raise ConfigError(f"{name}: the checkpoint is of {num} environments: use count={num}")
-    if saved.tasks != group.tasks:
-        raise ConfigError(f"{name}: the checkpoint is of tasks {saved.tasks}, not {group.tasks}: use the same specs")
-    if saved.seed != group.seed:
-        raise ConfigError(f"{name}: the checkpoint is of seed {saved.seed}: use Runtime(seed={saved.seed})")
+    num, cohorts = len(saved.envs), group.cohorts
+    _refuse_other(group, saved)
     if group.replays:
         _warn_of_loss(group, saved)
     saved = saved.settled(replay=group.replays and cohorts is None)
@@ -252,12 +319,41 @@ def resume_group(group: EnvGroup, saved: SavedExperience) -> SavedExperience:
     return saved
 
 
+def _refuse_other(group: EnvGroup, saved: SavedExperience) -> None:
+    num, size, kind = len(saved.envs), saved.group_size, "groups" if saved.compared else "no groups"
+    for theirs, ours, what in (
+        (saved.name, group.name, f"of a group {saved.name!r}: use name={saved.name!r}"),
+        (num, group.count, f"of {num} environments: use count={num}"),
+        (size, group.group_size, f"of groups of {size}: use group_size={size}"),
+        (saved.compared, group.cohorts is not None, f"of a learner that compares {kind}: use that learner"),
+        (saved.seed, group.seed, f"of seed {saved.seed}: use Runtime(seed={saved.seed})"),
+    ):
+        if theirs != ours:
+            raise ConfigError(f"{group.name}: the checkpoint is {what}")
+    for what, names, own in (
+        ("the checkpoint is of", saved.ids, [spec.id for spec in group.specs]),
+        ("the checkpoint is of task", saved.tasks, group.tasks),
+    ):
+        for i, (name, now) in enumerate(zip(names, own, strict=True)):
+            if name != now:
+                raise ConfigError(f"{group.name}: {what} {name!r} in env {i}, not {now!r}: use the same specs")
+
+
 def _warn_of_loss(group: EnvGroup, saved: SavedExperience) -> None:
     if group.cohorts is not None:
         if saved.ledger.parked or saved.ledger.in_flight:
             logger.warning("%s: episodes of groups are not run again: those that were open are given up", group.name)
-    elif not any(env.running is not None for env in saved.envs):
+        return
+    if not any(env.running is not None for env in saved.envs):
         logger.warning(
             '%s: the run that saved did not note how to run its episodes again (on_resume="replay"): they are given up',
             group.name,
+        )
+    num = sum(env.running is not None and env.running.called for env in saved.envs)
+    if num:
+        logger.warning(
+            "%s: %d running episodes are given up, since their programs have called the simulator (env.call), which "
+            "cannot be done again: from here on the run is not the one that it would have been",
+            group.name,
+            num,
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +26,7 @@ from ebrl.core.protocols import Lane, Learner, Stateful
 from ebrl.core.records import Episode
 from ebrl.core.runtime import Runtime
 from ebrl.core.saved import SavedEnv, SavedEpisode, SavedExperience
-from ebrl.train.folders import complete, discard, read, write
+from ebrl.train.folders import complete, discard, leftovers, locked, make, number_of, read, write
 from ebrl.train.packing import pack_segments, unpack_segments
 from ebrl.train.tree import Tensors, copied, pack, unpack
 
@@ -61,12 +61,14 @@ class Checkpoint:
 
         Raises:
             ConfigError: It has no `load_state_dict`.
-            CheckpointError: It has another form.
+            CheckpointError: It has another form; it is as it was then.
         """
         holder = stateful(learner)
+        before = copied(holder.state_dict())
         try:
             holder.load_state_dict(copied(self.learner))
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            holder.load_state_dict(before)
             summary = str(error).splitlines()[0] if str(error) else repr(error)
             raise CheckpointError(
                 f"{self.path or 'the checkpoint'} does not fit this {type(learner).__name__}: {summary}"
@@ -100,7 +102,8 @@ class Checkpointer:
         self.folder = Path(folder)
         self.keep = keep
         self._lane: tuple[Runtime, Lane] | None = None
-        self._looked = False
+        self._last = 0  # number of the newest checkpoint that was read or written here
+        self._stuck: set[int] = set()  # those that could not be removed
 
     async def save(self, trainer: Trainer) -> Path:
         """Write a checkpoint; it is on the disk when this returns.
@@ -112,9 +115,10 @@ class Checkpointer:
             Its folder.
 
         Raises:
-            ConfigError: An update runs, or the learner is not `Stateful`; or the folder holds checkpoints of an earlier
-                run, and nobody has looked at them with `latest`: they would be removed in time.
-            CheckpointError: It could not be written; those before it are as they were.
+            ConfigError: An update runs, or the learner is not `Stateful`; or the folder holds checkpoints of another
+                run, at which nobody has looked with `latest`: they would be removed in time.
+            CheckpointError: It could not be written; those before it are as they were. That older ones cannot be
+                removed is no error, and logged once.
         """
         snapshot = await trainer.snapshot()
         return await self._lane_of(trainer).run(self._write, snapshot)
@@ -127,9 +131,9 @@ class Checkpointer:
         Raises:
             CheckpointError: There are some, and none of them can be used.
         """
-        self._looked = True
         first: CheckpointError | None = None
         for path in reversed(complete(self.folder)):
+            self._last = max(self._last, number_of(path))
             try:
                 return load(path)
             except CheckpointError as error:
@@ -140,17 +144,28 @@ class Checkpointer:
         return None
 
     def _write(self, checkpoint: Checkpoint) -> Path:
-        before = complete(self.folder)
-        if before and not self._looked:
-            raise ConfigError(
-                f"{self.folder} holds checkpoints of an earlier run: go on with Trainer(resume=saves.latest()), or "
-                "choose another folder"
-            )
-        self._looked = True
-        path = store(checkpoint, self.folder)
-        for old in [*before, path][: -self.keep]:
-            discard(old)
+        make(self.folder)  # before there is something to lock
+        with locked(self.folder):
+            before = complete(self.folder)
+            if before and number_of(before[-1]) > self._last:
+                raise ConfigError(
+                    f"{self.folder} holds checkpoints of an earlier run, or of one that runs: go on with "
+                    "Trainer(resume=saves.latest()), or choose another folder"
+                )
+            self._discard(leftovers(self.folder))
+            path = store(checkpoint, self.folder)
+            self._last = number_of(path)
+            self._discard([*before, path][: -self.keep])
         return path
+
+    def _discard(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            try:
+                discard(path)
+            except CheckpointError as error:
+                if number_of(path) not in self._stuck:
+                    self._stuck.add(number_of(path))
+                    logger.warning("an old checkpoint stays: %s", error)
 
     def _lane_of(self, trainer: Trainer) -> Lane:
         runtime = trainer.runtime
@@ -202,14 +217,17 @@ def load(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: It is damaged, not ours, or of a version to come.
     """
-    content, files = read(path)
-    return Checkpoint(
-        update=content["update"],
-        elapsed_s=content["elapsed_s"],
-        learner=unpack(content["learner"], files["learner.safetensors"]),
-        experience=_experience(unpack(content["experience"], files["experience.safetensors"])),
-        path=path,
-    )
+    try:
+        content, files = read(path)
+        return Checkpoint(
+            update=int(content["update"]),
+            elapsed_s=float(content["elapsed_s"]),
+            learner=unpack(content["learner"], files["learner.safetensors"]),
+            experience=_experience(unpack(content["experience"], files["experience.safetensors"])),
+            path=path,
+        )
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged, or not ours: {error!r}") from error
 
 
 def _columns(saved: SavedExperience) -> dict[str, Any]:

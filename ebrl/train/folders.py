@@ -1,29 +1,34 @@
 """Folders of tensors that appear whole or not at all, and that tell when they are damaged.
 
 A folder is written under a hidden name, every file and the folder itself are brought to the disk, and only then it gets
-its name, which is atomic. What a crash leaves under a hidden name is removed by the next write. The manifest has the
-hash of every file, and its own.
+its name, which is atomic. What a crash leaves under a hidden name is a `leftover`. The manifest has the hash of every
+file, and its own.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ebrl.core.errors import CheckpointError
+from ebrl.core.errors import CheckpointError, ConfigError
 from ebrl.train.tree import Tensors
 
+logger = logging.getLogger("ebrl")
+
 FORMAT: Final = "ebrl checkpoint"
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 MANIFEST: Final = "manifest.json"
 NAME: Final = re.compile(r"(\d{6,})-update-\d+")
 PARTIAL: Final = re.compile(rf"\.{NAME.pattern}\.partial")
@@ -35,17 +40,25 @@ def complete(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: It cannot be read.
     """
-    return [path for _, path in sorted((int(found[1]), path) for path, found in _matches(folder, NAME))]
+    return [path for _, path in sorted((number_of(path), path) for path in _matches(folder, NAME))]
 
 
-def write(folder: Path, update: int, files: Mapping[str, Tensors], content: Mapping[str, Any]) -> Path:
-    """Write a new folder into `folder`; it is on the disk when this returns.
+def leftovers(folder: Path) -> list[Path]:
+    """Return what a crash, or a removal that failed, has left in `folder`.
 
-    Args:
-        folder: Made if it does not exist.
-        update: For its name.
-        files: Tensors by the name of the file.
-        content: JSON of the manifest.
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    return _matches(folder, PARTIAL)
+
+
+def number_of(path: Path) -> int:
+    """Return the number of one that is complete, or left over; a later one has a higher number."""
+    return int(path.name.lstrip(".").split("-")[0])
+
+
+def make(folder: Path) -> None:
+    """Make a folder if it does not exist; its name is on the disk when this returns.
 
     Raises:
         CheckpointError: The operating system does not allow it.
@@ -54,9 +67,50 @@ def write(folder: Path, update: int, files: Mapping[str, Tensors], content: Mapp
         if not folder.exists():
             folder.mkdir(parents=True)
             sync(folder.parent)
-        for path, _ in _matches(folder, PARTIAL):
-            shutil.rmtree(path)
-        last = max((int(path.name.split("-")[0]) for path in complete(folder)), default=0)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no checkpoint could be written: {error}") from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep others out of a folder who lock it as well; the end of this process, however it comes, opens it.
+
+    Raises:
+        ConfigError: Somebody else is in it, or it is not there.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be opened: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder} is in use: another run writes there; wait for its end, or choose another folder"
+            ) from None
+        except OSError as error:  # some file systems have no locks
+            logger.warning("%s cannot be locked (%s): let no other run write there", folder, error.strerror)
+        yield
+    finally:
+        os.close(fd)
+
+
+def write(folder: Path, update: int, files: Mapping[str, Tensors], content: Mapping[str, Any]) -> Path:
+    """Write a new folder into `folder`; it is on the disk when this returns.
+
+    Args:
+        folder: Made if it does not exist; nobody else writes into it meanwhile.
+        update: For its name.
+        files: Tensors by the name of the file.
+        content: JSON of the manifest.
+
+    Raises:
+        CheckpointError: The operating system does not allow it.
+    """
+    make(folder)
+    try:
+        last = max(map(number_of, [*complete(folder), *leftovers(folder)]), default=0)
         target = folder / f"{last + 1:06d}-update-{update}"
         partial = folder / f".{target.name}.partial"
         partial.mkdir()
@@ -88,20 +142,24 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensors]]:
         return body, {name: load_file(path / name) for name in body["files"]}
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing") from error
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, so that a crash leaves nothing that looks like one.
+    """Remove a folder, complete or left over, so that a crash leaves nothing that looks complete.
+
+    Where it is a link to one that was moved elsewhere, the link alone is removed.
 
     Raises:
         CheckpointError: The operating system does not allow it.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        path.rename(partial)
-        shutil.rmtree(partial)
+        hidden = path if PARTIAL.fullmatch(path.name) else path.rename(path.with_name(f".{path.name}.partial"))
+        if hidden.is_symlink():
+            hidden.unlink()
+        else:
+            shutil.rmtree(hidden)
     except OSError as error:
         raise CheckpointError(f"{path} could not be removed: {error}") from error
 
@@ -115,12 +173,12 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def _matches(folder: Path, name: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+def _matches(folder: Path, name: re.Pattern[str]) -> list[Path]:
     try:
         paths = [path for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
-    return [(path, match) for path in paths if (match := name.fullmatch(path.name)) is not None]
+    return [path for path in paths if name.fullmatch(path.name) is not None]
 
 
 def _write_tensors(path: Path, tensors: Tensors) -> str:
@@ -142,7 +200,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing, so this is no checkpoint of EBRL") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or not ours: it is no JSON ({error})") from error
     body = manifest.get("body") if isinstance(manifest, dict) else None
     if not isinstance(body, dict) or body.get("format") != FORMAT:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ebrl.core.errors import ConfigError
 from ebrl.core.records import UpdateReport
 from ebrl.train.evaluate import EvalReport
+
+logger = logging.getLogger("ebrl")
 
 
 def flatten(report: UpdateReport) -> dict[str, float]:
@@ -65,20 +69,30 @@ class MetricsWriter:
             step: Horizontal axis in TensorBoard: env steps.
             scalars: By name.
             moves: Of the tuner since the last line, with their reasons; in the JSON line only.
+
+        Raises:
+            ConfigError: The operating system does not allow it.
         """
         line: dict[str, Any] = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         if moves:
             line["moves"] = list(moves)
-        self._lines.write(json.dumps(line) + "\n")
-        self._lines.flush()
+        try:
+            self._lines.write(json.dumps(line) + "
+")
+            self._lines.flush()
+        except OSError as error:
+            raise ConfigError(f"{self._lines.name}: metrics cannot be written: {error.strerror}") from error
         for name, value in scalars.items():
             if math.isfinite(value):
                 self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Close the files."""
-        self._lines.close()
-        self._board.close()
+        """Close the files; where the last lines cannot be written, the log says so."""
+        for file in (self._lines, self._board):
+            try:
+                file.close()
+            except OSError as error:
+                logger.warning("%s is not complete: %s", self._lines.name, error.strerror)
 
     def __enter__(self) -> Self:
         return self
