@@ -254,7 +254,7 @@ class GroupRule:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """Exactly B decisions, in segments.
+    """Exactly B decisions, in segments; or whole groups that have at least B.
 
     Attributes:
         version: Of the learner when the batch was taken; ``lag = version - decision.version``.

@@ -63,6 +63,11 @@ class Rollout:
     ends: Tensor
     sequences: Sequences | None
 
+    @property
+    def num_decisions(self) -> int:
+        """B, or of groups a few more."""
+        return len(self.lag)
+
 
 @dataclass(slots=True)
 class Scores:
@@ -156,7 +161,7 @@ class TorchLearner:
         order = sorted(range(len(batch.segments)), key=lambda i: _place(batch.segments[i]))
         segments = [batch.segments[i] for i in order]
         decisions = [decision for segment in segments for decision in segment.decisions]
-        assert len(decisions) == self.batch_size, f"{len(decisions)} decisions, not {self.batch_size}"
+        assert len(decisions) >= self.batch_size, f"{len(decisions)} decisions, not {self.batch_size}"
         ends = np.cumsum([len(segment.decisions) for segment in segments]) - 1
         observations = [decision.obs for decision in decisions] + [segment.last_obs for segment in segments]
         source, row_B = _gather(decisions)
@@ -193,7 +198,7 @@ class TorchLearner:
     @torch.no_grad()
     def score(self, rollout: Rollout) -> Scores:
         """Score a rollout with the current weights, a minibatch at a time."""
-        num, size, sequences = self.batch_size, self.minibatch_size, rollout.sequences
+        num, size, sequences = rollout.num_decisions, self.minibatch_size, rollout.sequences
         if sequences is None:
             groups = list(torch.split(torch.arange(num + len(rollout.segments)), size))
         else:
@@ -230,13 +235,14 @@ class TorchLearner:
     def minibatches(self, rollout: Rollout, epochs: int) -> Iterator[Tensor]:
         """Yield rows, every row once per epoch, in an order keyed by the number of the update.
 
-        A minibatch has `minibatch_size` rows; with memory about so many, since a sequence is not cut.
+        A minibatch has `minibatch_size` rows. It has about so many with memory, since a sequence is not cut, and where
+        there are more than B decisions: then minibatches share them equally.
         """
-        size, sequences = self.minibatch_size, rollout.sequences
+        num, size, sequences = rollout.num_decisions, self.minibatch_size, rollout.sequences
         rng = stream(self.seed, Domain.LEARNER, self.num_updates)
         for _ in range(epochs):
             if sequences is None:
-                groups = list(torch.split(torch.from_numpy(rng.permutation(self.batch_size)), size))
+                groups = list(torch.from_numpy(rng.permutation(num)).tensor_split(max(1, num // size)))
             else:
                 groups = sequences.minibatches(size, rng)
             yield from (rows.to(self.device) for rows in groups)
@@ -277,7 +283,7 @@ class TorchLearner:
                 f"update {self.num_updates + 1}: loss or gradient is not finite, so the weights are of no use any "
                 "more; a smaller learning rate or max_grad_norm may help"
             )
-        self.policy.observe({name: x[: self.batch_size] for name, x in rollout.observations.items()})
+        self.policy.observe({name: x[: rollout.num_decisions] for name, x in rollout.observations.items()})
         if self.proximal is not None:  # only weights are averaged: observations are scaled as the policy's are
             for mine, theirs in zip(self.proximal.buffers(), self.policy.buffers(), strict=True):
                 mine.copy_(theirs)

@@ -19,9 +19,9 @@ class LearnerConfig:
     """Options of every recipe: of its gradient steps, and of the policy loss for data of older versions.
 
     Attributes:
-        batch_size: B, decisions per update.
+        batch_size: B, decisions per update; with `GRPO` at least so many, since groups are not split.
         epochs: Passes over the batch.
-        minibatch_size: Decisions per gradient step, with memory about so many; divides `batch_size`.
+        minibatch_size: Decisions per gradient step, with memory or groups about so many; divides `batch_size`.
         learning_rate: Of Adam.
         clip_range: How far a ratio may move before its gradient stops. It belongs to `ratio_level`: log-ratios add up
             over the H * A numbers of a decision, so that the same range binds sooner there. Usual are 0.2 per decision,
