@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from ebrl.core.records import Decision
+from ebrl.gen.policies import GaussianPolicy
 from ebrl.sim.context import EnvContext
 from ebrl.train.lag import LagWatch
+from ebrl.train.options import RatioLevel
 from tests.helpers import make_decision, recording, scripted_spec, take, virtually
-from tests.learning import make_ppo, outputs, rollout_of
+from tests.learning import SPEC, made_old, make_ppo, outputs, rollout_of
 
 torch.set_num_threads(1)
 
@@ -36,7 +38,7 @@ def test_what_is_measured() -> None:
 
 def test_healthy_data_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
     watch = LagWatch()
-    for log_weight in (0.0, 1e-4, -9e-4):
+    for log_weight in (0.0, 2e-5, -9e-5):
         measure(watch, [log_weight, 0.3, -0.3], [0, 1, 1])
     assert not caplog.messages
 
@@ -50,7 +52,7 @@ def test_healthy_data_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
             "the effective sample size of a batch is 0.33 (healthy: over 0.5); the data ",
         ),
         ([0.4, -0.4], [1, 1], "the mean of (log w)**2 is 0.16 (healthy: under 0.1); the data are far from the weights"),
-        ([0.002, 0.0], [0, 1], "max |log w| at lag 0 is 0.002 (healthy: under 0.0001); acting and scoring disagree"),
+        ([-2e-4, 0.0], [0, 1], "max |log w| at lag 0 is 0.0002 (healthy: under 0.0001); acting and scoring disagree"),
     ],
 )
 def test_each_trouble_is_told_once(
@@ -82,6 +84,32 @@ def test_a_learner_measures_its_batch(caplog: pytest.LogCaptureFixture) -> None:
     assert metrics["behaviour_weight_ess"] == pytest.approx((1 + math.exp(-2)) ** 2 / (2 + 2 * math.exp(-4)), rel=1e-3)
     assert math.isnan(metrics["max_abs_log_weight_at_lag_0"])
     assert [text.partition(";")[0] for text in caplog.messages] == ["the mean of (log w)**2 is 2 (healthy: under 0.1)"]
+
+
+@pytest.mark.parametrize(
+    ("level", "ess", "num_warnings"),
+    [("token", math.exp(-(0.15**2)), 0), ("action", math.exp(-2 * 0.15**2), 0), ("decision", 0.35, 2)],
+)
+def test_data_are_measured_as_the_loss_weighs_them(
+    level: RatioLevel, ess: float, num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A decision of 56 numbers is far from its old probability though each of them is near."""
+    policy = GaussianPolicy.for_spec(SPEC, hidden=(16,), horizon=28)
+    ppo = make_ppo(policy, ratio_level=level)
+    batch = made_old(rollout_of(policy, executed=lambda env, t: 28), scale=0.15)
+    batch.version = 1
+    metrics = ppo.update(batch)
+    assert metrics["behaviour_weight_ess"] == pytest.approx(ess, abs=0.005 if level != "decision" else 0.2)
+    assert len(caplog.messages) == num_warnings
+
+
+@pytest.mark.parametrize(("level", "square"), [("token", 0.09), ("action", 0.36), ("decision", 0.36)])
+def test_what_was_not_executed_is_not_measured(level: RatioLevel, square: float) -> None:
+    policy = GaussianPolicy.for_spec(SPEC, hidden=(16,), horizon=3)
+    batch = rollout_of(policy)  # one action of three
+    for out in outputs(batch):
+        out.log_prob = out.log_prob + np.float32(0.3)
+    assert make_ppo(policy, ratio_level=level).update(batch)["log_weight_sq_mean"] == pytest.approx(square, rel=1e-3)
 
 
 @pytest.mark.parametrize(("num_steps", "repeat", "num"), [(4, 1, 4), (1, 4, 1), (4, 4, 1), (5, 4, 2), (8, 4, 2)])

@@ -23,8 +23,8 @@ from ebrl.core.records import Array, BatchOut, Decision, Segment, TrainBatch
 from ebrl.core.rng import Domain, stream
 from ebrl.train.advantages import Steps, chunk_reward
 from ebrl.train.lag import LagWatch
-from ebrl.train.losses import at_level
-from ebrl.train.options import LearnerConfig
+from ebrl.train.losses import at_level, broadcast, counted
+from ebrl.train.options import LearnerConfig, RatioLevel
 from ebrl.train.sequences import Sequences
 
 DiscountUnit: TypeAlias = Literal["step", "decision"]
@@ -109,6 +109,7 @@ class TorchLearner:
         self.discount_unit = discount_unit
         self.seed = config.seed
         self.num_updates = 0
+        self.ratio_level = config.ratio_level
         self.lag_watch = LagWatch()
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
@@ -208,10 +209,17 @@ class TorchLearner:
         log_prob, value = (torch.cat(part)[back] for part in zip(*parts, strict=True))
         return Scores(log_prob[:num], value[:num], value[num:])
 
-    def log_weight(self, rollout: Rollout, scores: Scores) -> Tensor:
-        """Return ``[B]``: log-probability of what was executed under the current weights, minus when it was chosen."""
-        now_B, then_B = (at_level(x_BHA, rollout.executed, "decision") for x_BHA in (scores.log_prob, rollout.log_prob))
-        return now_B - then_B
+    def log_weight(self, rollout: Rollout, scores: Scores, level: RatioLevel = "decision") -> Tensor:
+        """Return ``X``: log-probability of what was executed under the current weights, minus when it was chosen."""
+        now_X, then_X = (at_level(x_BHA, rollout.executed, level) for x_BHA in (scores.log_prob, rollout.log_prob))
+        return now_X - then_X
+
+    def lag_metrics(self, rollout: Rollout, scores: Scores) -> dict[str, float]:
+        """Measure how old the data are, at the level of the loss's ratios; see `LagWatch`."""
+        counted_X = counted(rollout.executed, rollout.log_prob.shape[2], self.ratio_level)
+        lag_X = broadcast(rollout.lag, counted_X).expand_as(counted_X)
+        log_weight_X = self.log_weight(rollout, scores, self.ratio_level)
+        return self.lag_watch.measure(log_weight_X[counted_X], lag_X[counted_X])
 
     def evaluate(self, rollout: Rollout, rows: Tensor, *, proximal: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Score rows of a rollout; see `ebrl.core.protocols.Policy.evaluate`.

@@ -40,7 +40,8 @@ class LearnerConfig:
         dual_clip: Bound c of ``-u A`` by ``-c A`` where A < 0 (Ye et al. 2020, arXiv:1912.09729), before the behaviour
             weight; RLinf has 3. None: no bound.
         m2_threshold: Mask the largest log-weights until the mean of their squares is below this (M2PO,
-            arXiv:2510.01161; AReaL's example has 0.04); masked ones still count in denominators. None: mask none.
+            arXiv:2510.01161; AReaL's example has 0.04); masked ones still count in denominators. Over the batch; with
+            ``proximal="ewma"``, whose weights change with every step, over each minibatch. None: mask none.
         proximal: With ``decoupled``, which weights the clip is around. ``start``: those that the update starts from;
             ``ewma``: their moving average (PPO-EWMA, Hilton et al. 2021), which does not depend on the batch's size.
         proximal_decay: Of that average, per gradient step. An average over the last n steps has 1 - 1 / n; the paper
