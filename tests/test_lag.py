@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ebrl.core.records import Decision
+from ebrl.core.records import Array, Decision, TrainBatch
+from ebrl.core.runtime import Runtime
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_machine import VirtualMachine
+from ebrl.gen.generator import Generator
 from ebrl.gen.policies import GaussianPolicy
 from ebrl.sim.context import EnvContext
+from ebrl.sim.group import EnvGroup
 from ebrl.train.lag import LagWatch
 from ebrl.train.options import RatioLevel
 from tests.helpers import make_decision, recording, scripted_spec, take, virtually
@@ -139,3 +146,74 @@ async def test_decisions_say_how_many_of_their_actions_were_executed() -> None:
 
     assert executed(first.decisions) == [(2, 1), (2, 1), (1, 1)]
     assert executed(second.decisions) == [(5, 3)]
+
+
+Parts = Callable[[Array], list[Any]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "executed"),
+    [
+        (lambda a: [a], None),
+        (lambda a: [a[:2]], None),
+        (lambda a: [a[0], a[1]], None),
+        (lambda a: [a[:1], a[1:]], None),
+        (lambda a: [a[2:]], (2, 3)),  # the first two came too late
+        (lambda a: [a[1:3]], (1, 2)),
+        (lambda a: [a[3]], (3,)),
+        (lambda a: [a[:1], a[3:]], (0, 3)),
+        (lambda a: [a[3], a[1]], (1, 3)),
+        (lambda a: [a[::2]], (0, 2)),
+        (lambda a: [a[1:][::-1]], (1, 2, 3)),
+        (lambda a: [a[0], a[0]], (0,)),
+        (lambda a: [a, a], None),
+        (lambda a: [a[2:].copy()], (2, 3)),
+        (lambda a: [a[2:].tolist()], (2, 3)),
+        (lambda a: [a[2].astype(np.float64)], (2,)),
+        # In another form: the following ones, since nothing says which.
+        (lambda a: [a * 0.5], None),
+        (lambda a: [a[1:2], a[2:] * 0.5], (1, 2, 3)),
+        (lambda a: [a[2:] * 0.5], None),
+        (lambda a: [a[3:], a * 0.5], (3,)),
+    ],
+)
+def test_what_was_executed_of_a_chunk_is_known_wherever_it_lies(parts: Parts, executed: tuple[int, ...] | None) -> None:
+    """Chunks of four actions."""
+
+    async def program(env: EnvContext) -> None:
+        obs, _ = await env.reset()
+        out = await env.act(obs)
+        for part in parts(out.action):
+            await env.step(part)
+
+    async def main() -> None:
+        policy = GaussianPolicy.for_spec(scripted_spec(), horizon=4)
+        async with Runtime(VirtualMachine({})) as rt:
+            gen = rt.start(Generator(policy))
+            envs = rt.start(EnvGroup(scripted_spec(length=99), actor=gen, count=1, program=program))
+            envs.open_training(100, max_lag=1)
+            (segment,) = await take(envs, 1)
+        (decision,) = segment.decisions
+        assert decision.executed == executed
+        rollout = make_ppo(policy, batch_size=1, minibatch_size=1, normalize_advantage=False).collate(
+            TrainBatch([segment], 0)
+        )
+        expected = range(min(decision.num_actions, 4)) if executed is None else executed
+        assert rollout.executed.tolist() == [[place in expected for place in range(4)]]
+
+    run_virtual(main())
+
+
+@virtually
+async def test_the_end_of_an_episode_ends_what_is_executed() -> None:
+    """Three steps are left where five actions of a chunk of six are passed on, each for two steps."""
+
+    async def program(env: EnvContext) -> None:
+        obs, _ = await env.reset()
+        out = await env.act(obs)
+        await env.step(out.action[1:])
+
+    spec = replace(scripted_spec(length=3, num_actions=2), action_repeat=2)
+    async with recording(program, spec=spec, horizon=6) as envs:
+        (segment,) = await take(envs, 1)
+    assert (segment.decisions[0].num_steps, segment.decisions[0].executed) == (3, (1, 2))

@@ -14,7 +14,7 @@ from ebrl.core.records import ActionOut, Array, Observation, StepResult
 from ebrl.core.rng import Domain, NoiseStream, name_key, stream
 from ebrl.core.saved import SavedEnv
 from ebrl.sim.episodes import EpisodeMeter
-from ebrl.sim.recorder import Recorder
+from ebrl.sim.recorder import Recorder, note_executed
 from ebrl.sim.requests import ActRequest, ActStepRequest, Other, ask_other
 from ebrl.sim.resume import EpisodeLog, come_back, run_again
 
@@ -205,6 +205,9 @@ class EnvContext:
     async def step(self, action: Array) -> StepResult:
         """Execute an action of the open decision, in any form the program gave it.
 
+        Learning is from the actions of the chunk that were executed: those that are passed on, whichever they are. An
+        action that is none of the chunk's (it was clipped, say) counts as the one after the last that was executed.
+
         Args:
             action: ``[H, *shape]``, a slice of it, or one action ``[*shape]``.
 
@@ -288,6 +291,8 @@ class EnvContext:
                 _lose(self, self.recorder.current is not None)
         if self._trace is not None:
             _span(self, name)
+        if self.recorder.current is not None:
+            note_executed(self.recorder.current, action, len(result.rewards))
         return _took(self, result, action)
 
 

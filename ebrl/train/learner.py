@@ -169,13 +169,12 @@ class TorchLearner:
         row_of_all = np.concatenate([row_B, row_B[ends]])
         reward, discount = self.returns(decisions)
         log_prob = _pick([b.log_prob for b in source], row_B)
-        num_actions = torch.tensor([decision.num_actions for decision in decisions])
         return Rollout(
             segments=segments,
             observations=self.to_device(self.policy.collate(observations)),
             aux=self.to_device({name: _pick([b.aux[name] for b in source], row_of_all) for name in source[0].aux}),
             log_prob=log_prob.to(self.device),
-            executed=(torch.arange(log_prob.shape[1]) < num_actions[:, None]).to(self.device),
+            executed=_executed(decisions, log_prob.shape[1]).to(self.device),
             weight=_weights(batch, order).to(self.device),
             lag=torch.tensor([batch.version - decision.version for decision in decisions], device=self.device),
             reward=reward,
@@ -362,6 +361,17 @@ def _weights(batch: TrainBatch, order: Sequence[int]) -> Tensor:
         return torch.ones(sum(lengths))
     parts = torch.split(torch.from_numpy(batch.weights).float(), lengths)
     return torch.cat([parts[i] for i in order])
+
+
+def _executed(decisions: Sequence[Decision], horizon: int) -> Tensor:
+    """Return ``[B, H]`` bool: which actions of the chunk were executed."""
+    num_actions = torch.tensor([decision.num_actions for decision in decisions])
+    executed_BH = torch.arange(horizon) < num_actions[:, None]
+    for row, decision in enumerate(decisions):
+        if decision.executed is not None:
+            executed_BH[row] = False
+            executed_BH[row, list(decision.executed)] = True
+    return executed_BH
 
 
 def _gather(decisions: Sequence[Decision]) -> tuple[list[BatchOut], NDArray[np.int64]]:

@@ -108,6 +108,11 @@ class Trainer:
         self._runtime = runtime
         saved = self._resume
         self._began_s = self._updated_s = runtime.clock()
+        if runtime.deterministic and self.max_lag and runtime.machine.real:
+            raise ConfigError(
+                f"{self.name}: a deterministic run needs Trainer(max_lag=0), got {self.max_lag}: with lag, data depend "
+                "on who was ready first"
+            )
         batch_size, quota, groups = self._learner.batch_size, self._sampling == "quota", self._groups is not None
         self._assembler = Assembler(batch_size, self.max_lag, canonical=runtime.deterministic and self.max_lag == 0)
         if groups:
