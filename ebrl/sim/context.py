@@ -291,8 +291,6 @@ class EnvContext:
                 _lose(self, self.recorder.current is not None)
         if self._trace is not None:
             _span(self, name)
-        if self.recorder.current is not None:
-            note_executed(self.recorder.current, action, len(result.rewards))
         return _took(self, result, action)
 
 
@@ -376,6 +374,8 @@ def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
         meter.see(result.info)
     decision = env.recorder.current
     if decision is not None:
+        if decision.num_steps or action is not decision.out.action:
+            note_executed(decision, action, len(rewards))
         decision.rewards = decision.rewards + rewards if decision.num_steps else rewards
         decision.num_steps += len(rewards)
         if decision.out.batch.memory is not None:

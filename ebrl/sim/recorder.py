@@ -154,8 +154,6 @@ def note_executed(decision: Decision, action: Any, num_steps: int) -> None:
         num_steps: Simulator steps that it took.
     """
     chunk, repeat = decision.out.action, decision.action_repeat
-    if action is chunk and not decision.num_steps:
-        return
     before = range(min(decision.num_actions, len(chunk))) if decision.executed is None else decision.executed
     places = _places(chunk, action, following=max(before, default=-1) + 1)[: -(-num_steps // repeat)]
     executed = tuple(sorted({*before, *(place for place in places if place < len(chunk))}))

@@ -108,15 +108,8 @@ class Trainer:
         self._runtime = runtime
         saved = self._resume
         self._began_s = self._updated_s = runtime.clock()
-        if runtime.deterministic and self.max_lag and runtime.machine.real:
-            raise ConfigError(
-                f"{self.name}: a deterministic run needs Trainer(max_lag=0), got {self.max_lag}: with lag, data depend "
-                "on who was ready first"
-            )
         batch_size, quota, groups = self._learner.batch_size, self._sampling == "quota", self._groups is not None
-        self._assembler = Assembler(batch_size, self.max_lag, canonical=runtime.deterministic and self.max_lag == 0)
-        if groups:
-            self._assembler = GroupAssembler(batch_size, self.max_lag, self._envs.group_size)
+        self._assembler = _make_assembler(runtime, batch_size, self.max_lag, self._envs.group_size if groups else None)
         self._lane = runtime.machine.lane("train", f"{self.name}-0", runtime.claim("train"), self._threads)
         if runtime.machine.real:
             self._lane.run(torch.set_num_threads, self._threads, n=0)
@@ -297,6 +290,18 @@ class Trainer:
             dropped=dict(self._envs.admission.ledger().dropped),
             tasks=self._tasks,
         )
+
+
+def _make_assembler(
+    runtime: Runtime, batch_size: int, max_lag: int, group_size: int | None
+) -> Assembler | GroupAssembler:
+    if runtime.deterministic and max_lag and runtime.machine.real:
+        raise ConfigError(
+            f"a deterministic run needs Trainer(max_lag=0), got {max_lag}: with lag, data depend on who was ready first"
+        )
+    if group_size is not None:
+        return GroupAssembler(batch_size, max_lag, group_size)
+    return Assembler(batch_size, max_lag, canonical=runtime.deterministic and max_lag == 0)
 
 
 def _book(admission: Admission, dropped: list[Dropped]) -> None:
