@@ -231,11 +231,14 @@ class RecordingLearner:
         self.batches: list[TrainBatch] = []
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
-        assert len(batch.decisions) == self.batch_size
+        assert self.has_right_size(len(batch.decisions))
         self.batches.append(batch)
         with torch.no_grad():
             self.policy.weight.add_(1.0)
         return {}
+
+    def has_right_size(self, num: int) -> bool:
+        return num == self.batch_size
 
     @property
     def decisions(self) -> list[Decision]:
@@ -247,6 +250,9 @@ class ComparingLearner(RecordingLearner):
     """Asks for groups."""
 
     groups = GroupRule()
+
+    def has_right_size(self, num: int) -> bool:
+        return num >= self.batch_size
 
 
 @dataclass

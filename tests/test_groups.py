@@ -33,11 +33,25 @@ from ebrl.train.advantages import group_advantages
 from ebrl.train.assemble import Dropped
 from ebrl.train.groups import FUTILE, Groups
 from ebrl.train.trainer import Trainer
-from tests.helpers import Stage, assert_sound, make_segment, scripted_spec, the_failure, training, virtually
+from tests.helpers import (
+    ComparingLearner,
+    Stage,
+    assert_sound,
+    make_segment,
+    scripted_spec,
+    the_failure,
+    training,
+    virtually,
+)
 from tests.test_asynchrony import OneSlowLane, chaos, exponential, one_second, with_stragglers
 
 SPEC = scripted_spec(length=lambda rng: int(rng.integers(3, 20)))
 ALL = GroupRule()
+Key = tuple[int, int]
+
+
+def key_of(segment: Segment, size: int) -> Key:
+    return segment.env // size, segment.decisions[0].episode
 
 
 # What a member is worth.
@@ -96,9 +110,9 @@ def test_groups_are_filtered_by_their_success_rate_bounds_included(
 ) -> None:
     segments = group(*[env < num for env in range(10)])
     kept, dropped = Groups(10, GroupRule(success_bounds=bounds)).admit(segments)
-    assert (kept, dropped) == (
-        (segments, []) if wanted else ([], [Dropped(s.env, "filtered", len(s.decisions)) for s in segments])
-    )
+    assert [replace(segment, advantage=None) for segment in kept] == (segments if wanted else [])
+    assert dropped == ([] if wanted else [Dropped(s.env, "filtered", len(s.decisions)) for s in segments])
+    assert all(segment.advantage is None for segment in segments), "what was handed over stays as it was"
 
 
 def test_a_return_may_stand_for_success() -> None:
@@ -135,39 +149,82 @@ def test_it_is_said_once_that_nothing_gets_through(caplog: pytest.LogCaptureFixt
 # In a run.
 
 
-def assert_complete(batches: Sequence[TrainBatch], size: int, reports: Sequence[UpdateReport] = ()) -> None:
-    """Every advantage is that of an episode among all `size` of its cohort, however few of its decisions are there."""
-    advantages: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+def assert_whole(handed: Sequence[Segment], batches: Sequence[TrainBatch], size: int) -> None:
+    """A group is in one batch with all that can be trained of all its members, or in none; all know what it is worth.
+
+    Args:
+        handed: All that the environments handed over.
+        batches: All that were trained.
+        size: G.
+    """
+    there: dict[Key, set[tuple[int, int]]] = defaultdict(set)
+    totals: dict[Key, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for segment in handed:
+        for d in segment.decisions:
+            totals[key_of(segment, size)][d.env] += sum(d.rewards)
+            if not d.intervened:
+                there[key_of(segment, size)].add((d.env, d.index))
+    seen: set[Key] = set()
     for batch in batches:
+        trained: dict[Key, set[tuple[int, int]]] = defaultdict(set)
         for segment in batch.segments:
-            assert segment.advantage is not None
-            cohort = advantages[segment.env // size, segment.decisions[0].episode]
-            assert cohort.setdefault(segment.env, segment.advantage) == segment.advantage, "one for a whole episode"
-    seeds: dict[tuple[int, int], set[int]] = defaultdict(set)
-    totals: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+            key = key_of(segment, size)
+            trained[key] |= {(d.env, d.index) for d in segment.decisions}
+            worth = dict(zip(totals[key], group_advantages(list(totals[key].values())), strict=True))
+            assert segment.advantage == pytest.approx(worth[segment.env], abs=1e-5)
+        assert {key: there[key] for key in trained} == trained
+        assert not seen & trained.keys(), "in one batch"
+        seen |= trained.keys()
+    assert all(len(totals[key]) == size for key in seen)
+
+
+def assert_as_reported(batches: Sequence[TrainBatch], size: int, reports: Sequence[UpdateReport]) -> None:
+    """Members began alike, and what they are worth follows from what simulators said of whole episodes."""
+    seeds: dict[Key, set[int]] = defaultdict(set)
+    totals: dict[Key, dict[int, float]] = defaultdict(dict)
     for report in reports:
         for episode in report.episodes:
             seeds[episode.env // size, episode.episode].add(episode.seed)
             totals[episode.env // size, episode.episode][episode.env] = episode.total_reward
-    for key, members in advantages.items():
-        if not reports:
-            continue
-        assert len(seeds[key]) == 1, "all began alike"
-        if len(totals[key]) < size:
-            continue  # it ended after the last report
-        expected = dict(zip(totals[key], group_advantages(list(totals[key].values())), strict=True))
-        assert members == pytest.approx({env: expected[env] for env in members}, abs=1e-5)
-    assert len({key for key in seeds if len(seeds[key]) == 1}) == len(seeds)
+    assert all(len(found) == 1 for found in seeds.values())
+    for batch in batches:
+        for segment in batch.segments:
+            of_group = totals[key_of(segment, size)]
+            assert len(of_group) == size
+            worth = dict(zip(of_group, group_advantages(list(of_group.values())), strict=True))
+            assert segment.advantage == pytest.approx(worth[segment.env], abs=1e-5)
 
 
-async def exhaust(stage: Stage) -> list[UpdateReport]:
-    """Do all updates; ledger and lag are checked at each."""
+async def exhaust(stage: Stage, *, wild: bool = False) -> list[UpdateReport]:
+    """Do all updates; ledger, lag and groups are checked.
+
+    Args:
+        stage: What runs.
+        wild: Programs get rewards outside of decisions.
+    """
+    handed: list[Segment] = []
+    take = stage.envs.take_segments
+
+    def watched(stale: int | None = None) -> list[Segment]:
+        segments = take(stale)
+        handed.extend(segments)
+        return segments
+
+    stage.envs.__dict__["take_segments"] = watched
     reports = []
     async for report in stage.trainer:
         assert_sound(stage.envs.admission.ledger())
         assert report.lag_max <= stage.trainer.max_lag
         reports.append(report)
-    assert stage.envs.admission.ledger().trained == stage.trainer.updates * stage.learner.batch_size
+    batches = stage.learner.batches
+    assert stage.envs.admission.ledger().trained == sum(report.num_decisions for report in reports)
+    assert [report.num_decisions for report in reports] == [len(batch.decisions) for batch in batches]
+    if stage.trainer.max_lag == 0:
+        assert "masked" not in reports[-1].dropped, "all that were begun are trained"
+    if isinstance(stage.learner, ComparingLearner):
+        assert_whole(handed, batches, stage.envs.group_size)
+        if not wild:
+            assert_as_reported(batches, stage.envs.group_size, reports)
     return reports
 
 
@@ -177,27 +234,12 @@ def test_members_run_at_their_own_pace_and_are_trained_as_a_group(max_lag: int) 
         machine = VirtualMachine({"sim": with_stragglers, "train": one_second}, num_cores=32)
         options: dict[str, Any] = {"count": 12, "group_size": 4, "batch_size": 120, "updates": 6, "max_lag": max_lag}
         async with training(SPEC, machine, rule=ALL, **options) as stage:
-            reports = await exhaust(stage)
+            await exhaust(stage)
             ledger = stage.envs.admission.ledger()
-        assert_complete(stage.learner.batches, 4, reports)
         assert set(ledger.dropped) <= {"masked"}
         assert sum(ledger.dropped.values()) < 0.35 * ledger.started
         ends = [d.episode for b in stage.learner.batches for d in b.decisions if d.env == 0]
         assert len(set(ends)) > 3
-
-    run_virtual(main())
-
-
-def test_a_group_may_be_split_over_batches_and_keeps_its_advantage() -> None:
-    async def main() -> None:
-        async with training(SPEC, rule=ALL, count=4, group_size=4, batch_size=16, updates=8, max_lag=4) as stage:
-            await exhaust(stage)
-        batches_of: dict[tuple[int, int], set[int]] = defaultdict(set)
-        for number, batch in enumerate(stage.learner.batches):
-            for segment in batch.segments:
-                batches_of[segment.env // 4, segment.decisions[0].episode].add(number)
-        assert max(map(len, batches_of.values())) > 1
-        assert_complete(stage.learner.batches, 4)
 
     run_virtual(main())
 
@@ -209,7 +251,7 @@ def test_no_setting_stands_still(law: Any) -> None:
     async def main(**options: Any) -> None:
         machine = VirtualMachine({"sim": law, "train": law})
         async with training(SPEC, machine, rule=ALL, updates=6, **options) as stage:
-            assert_complete(stage.learner.batches, options["group_size"], await exhaust(stage))
+            await exhaust(stage)
 
     for count, size in ((2, 2), (6, 3), (8, 8)):
         for batch_size in (1, 30):
@@ -263,8 +305,7 @@ def test_whatever_arrives_groups_are_complete_and_the_ledger_is_balanced(
         async with training(
             SPEC, machine, rule=rule, count=count, group_size=size, updates=4, seed=seed, **options
         ) as stage:
-            reports = await exhaust(stage)
-        assert_complete(stage.learner.batches, size, () if wild else reports)
+            reports = await exhaust(stage, wild=wild)
         if not wild:
             assert set(reports[-1].dropped) <= {"masked", "filtered"}
 
@@ -317,7 +358,6 @@ async def test_filtered_groups_give_their_credit_back() -> None:
     async with training(SPEC, machine, rule=rule, count=8, group_size=2, batch_size=60, updates=10) as stage:
         reports = await exhaust(stage)
         ledger = stage.envs.admission.ledger()
-    assert_complete(stage.learner.batches, 2, reports)
     assert reports[-1].dropped["filtered"] > 300
     assert ledger.started > 600 + 300, "others took its place"
 
@@ -393,8 +433,7 @@ def test_in_deterministic_mode_groups_depend_on_the_seed_alone(batch_size: int) 
         rule = GroupRule(success_bounds=(0.1, 0.9), success_return=-1.3)
         options: dict[str, Any] = {"count": 8, "group_size": 2, "batch_size": batch_size, "updates": 4, "max_lag": 0}
         async with training(SPEC, machine, rule=rule, seed=seed, deterministic=True, **options) as stage:
-            reports = await exhaust(stage)
-        assert_complete(stage.learner.batches, 2, reports)
+            await exhaust(stage)
         return [
             (batch.version, segment.advantage, d.env, d.index, d.version, d.out.action.tobytes())
             for batch in stage.learner.batches
@@ -487,8 +526,7 @@ async def test_groups_of_two_tasks_have_one_task_each_and_weights() -> None:
     machine = VirtualMachine({"sim": exponential, "train": one_second})
     async with training(specs, machine, rule=ALL, count=8, group_size=2, batch_size=100, updates=8) as stage:
         assert stage.envs.tasks == ["short", "short", "long", "long"] * 2
-        reports = await exhaust(stage)
-    assert_complete(stage.learner.batches, 2, reports)
+        await exhaust(stage)
     for batch in stage.learner.batches:
         assert batch.weights is not None
         assert batch.weights.mean() == pytest.approx(1.0)

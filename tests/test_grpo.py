@@ -15,7 +15,7 @@ from ebrl.core.records import TrainBatch
 from ebrl.gen.policies import GaussianPolicy
 from ebrl.train.advantages import group_advantages
 from ebrl.train.grpo import GRPO, GRPOConfig
-from tests.learning import SPEC, made_old, rollout_of, same, weights
+from tests.learning import SPEC, Ruler, made_old, rollout_of, same, segment, weights
 
 torch.set_num_threads(1)
 
@@ -27,9 +27,9 @@ def make_grpo(**options: Any) -> GRPO:
 
 def with_advantages(batch: TrainBatch) -> TrainBatch:
     """Make one group of all segments, by their rewards."""
-    totals = [sum(sum(d.rewards) for d in segment.decisions) / len(segment.decisions) for segment in batch.segments]
-    for segment, advantage in zip(batch.segments, group_advantages(totals), strict=True):
-        segment.advantage = advantage
+    totals = [sum(sum(d.rewards) for d in part.decisions) / len(part.decisions) for part in batch.segments]
+    for part, advantage in zip(batch.segments, group_advantages(totals), strict=True):
+        part.advantage = advantage
     return batch
 
 
@@ -76,8 +76,8 @@ def test_the_loss_is_minus_the_weighted_advantage_at_first() -> None:
 def test_groups_in_which_all_are_equal_change_nothing() -> None:
     grpo = make_grpo()
     batch = rollout_of(grpo.policy)
-    for segment in batch.segments:
-        segment.advantage = 0.0
+    for part in batch.segments:
+        part.advantage = 0.0
     before = [p.clone() for p in grpo.parameters]
     grpo.update(batch)
     assert same(before, grpo.parameters)
@@ -105,6 +105,29 @@ def test_it_has_the_options_of_the_policy_loss() -> None:
     assert not any(same(a, b) for i, a in enumerate(seen) for b in seen[:i])
     with pytest.raises(ConfigError, match=r"GRPOConfig.epochs=0: must be at least 1"):
         GRPOConfig(epochs=0)
+
+
+@pytest.mark.parametrize(("entropy_coef", "gradient"), [(0.0, 1.0), (0.5, 1.25)])
+def test_what_the_loss_is_made_of(entropy_coef: float, gradient: float) -> None:
+    """A log-probability, and entropy, of -1/2 times the one parameter; an advantage of 2."""
+    one = segment([1], [0], last=0, acted=[-0.5], now=[-0.5])
+    one.advantage = 2.0
+    for bound, factor in ((9.0, 1.0), (0.05, 0.05 / gradient)):
+        config = GRPOConfig(batch_size=1, minibatch_size=1, entropy_coef=entropy_coef, max_grad_norm=bound)
+        grpo = GRPO(Ruler(), config)
+        assert grpo.update(TrainBatch([one], 0))["grad_norm"] == pytest.approx(gradient)
+        assert grpo.policy.scale.grad.item() == pytest.approx(gradient * factor, rel=1e-4)
+
+
+def test_batches_may_be_larger_and_minibatches_share_them() -> None:
+    """Groups are whole: of 64 decisions where 30 were asked for, all are learned from, in parts of about ten."""
+    grpo = make_grpo(batch_size=30, minibatch_size=10)
+    batch = with_advantages(rollout_of(grpo.policy))
+    parts = [rows.tolist() for rows in grpo.minibatches(grpo.collate(batch), 1)]
+    assert sorted(map(len, parts)) == [10, 10, 11, 11, 11, 11]
+    assert sorted(row for rows in parts for row in rows) == list(range(64))
+    grpo.update(batch)
+    assert grpo.policy.features.normalizer.count == 64
 
 
 def test_it_learns() -> None:

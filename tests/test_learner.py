@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from typing import Any
 
@@ -183,6 +184,37 @@ def test_the_running_return_goes_on_across_batches_and_ends_with_the_episode() -
     assert normalizer.var == pytest.approx(returns.var())
     rewards = np.array([2.0, 1e6])
     np.testing.assert_allclose(normalizer.normalize(rewards), [2 / returns.std(), 10])
+
+
+def test_the_running_return_is_discounted_by_the_steps_that_lie_between() -> None:
+    """Chunks of 4, 1 and 1 steps of reward 1, with gamma 1/2 per step; the last in a batch of its own."""
+    learner = hand_learner(1, discount_unit="step")
+    normalizer = ReturnNormalizer(eps=0.0)
+    for part in (segment([0, 0], [[1, 1, 1, 1], [1]], last=0), segment([0], [[1]], last=0, first=2)):
+        rollout = learner.collate(TrainBatch([part], 0))
+        normalizer.update(rollout.segments, rollout.reward, rollout.discount)
+    returns = np.array([15 / 8, 15 / 8 / 16 + 1, (15 / 8 / 16 + 1) / 2 + 1])
+    assert normalizer.mean == pytest.approx(returns.mean())
+    assert normalizer.var == pytest.approx(returns.var())
+
+
+@pytest.mark.parametrize(
+    ("value_coef", "entropy_coef", "gradient"),
+    [(0.0, 0.0, 0.5), (1.0, 0.0, -0.5), (0.0, 1.0, 1.0), (0.75, 0.25, -0.125)],
+)
+def test_what_the_loss_is_made_of(value_coef: float, entropy_coef: float, gradient: float) -> None:
+    """A log-probability, and entropy, of -1/2 times the one parameter; a value of 1 times it, where 2 came of it.
+
+    So the gradients are 1/2 of the policy loss, -1 of the value loss, and -1/2 of the entropy.
+    """
+    one = segment([1], [2], last=0, end="terminated", acted=[-0.5], now=[-0.5])
+    options = {"value_coef": value_coef, "entropy_coef": entropy_coef, "epochs": 1}
+    for bound, factor in ((9.0, 1.0), (0.05, 0.05 / abs(gradient))):
+        learner = hand_learner(1, max_grad_norm=bound, **options)
+        metrics = learner.update(TrainBatch([one], 0))
+        assert metrics["grad_norm"] == pytest.approx(abs(gradient)), "before it is clipped"
+        assert learner.policy.scale.grad.item() == pytest.approx(gradient * factor, rel=1e-4)
+        assert learner.policy.scale.item() == pytest.approx(1 - math.copysign(5e-4, gradient), abs=1e-6)
 
 
 def test_the_scale_of_rewards_does_not_matter_when_returns_are_normalised() -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
+from ebrl.core.errors import ConfigError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.runtime import Runtime
 from ebrl.core.testing import no_leaks
@@ -176,3 +177,14 @@ def test_threads_make_no_difference_to_what_is_trained_in_deterministic_mode(run
         return [(d.env, d.index, d.version, d.out.action.tobytes()) for d in learner.decisions]
 
     assert run(digest(LocalMachine(1))) == run(digest(LocalMachine(3)))
+
+
+def test_a_deterministic_run_with_lag_is_refused_on_a_real_machine(run: Run) -> None:
+    async def main() -> None:
+        policy = ScriptedPolicy(SPEC)
+        async with Runtime(LocalMachine(2), deterministic=True) as rt:
+            envs = rt.start(EnvGroup(SPEC, actor=rt.start(Generator(policy)), count=4))
+            with pytest.raises(ConfigError, match=r"a deterministic run needs Trainer\(max_lag=0\), got 1"):
+                rt.start(Trainer(envs, RecordingLearner(policy, 12), updates=1))
+
+    run(main())

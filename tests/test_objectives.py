@@ -336,5 +336,18 @@ def test_the_clip_is_around_the_moving_average() -> None:
     assert differ(old_batch(), {"proximal": "start"}, {"proximal": "ewma"})
 
 
+def test_the_second_moment_of_the_moving_average_is_of_the_weights_that_are_used() -> None:
+    """Acted as the update starts, but the average is behind: log-weights of 1/2 and 1, or none."""
+    learner = hand_learner(2, epochs=1, m2_threshold=0.3, proximal="ewma", behaviour_weight_cap=9.0)
+    two = segment([1, 1], [2, 2], last=0, end="terminated", acted=[-1.0, -2.0], now=[-1.0, -2.0])
+    for scale, masked, weight in ((0.5, 0.5, math.exp(0.5) / 2), (1.0, 0.0, 1.0)):
+        with torch.no_grad():
+            learner.policy.scale.fill_(1.0)
+            learner.proximal.scale.fill_(scale)
+        metrics = learner.update(TrainBatch([two], 0))
+        assert metrics["masked_fraction"] == masked
+        assert metrics["behaviour_weight_mean"] == pytest.approx(weight)
+
+
 def test_without_it_there_is_no_second_policy() -> None:
     assert make_ppo().proximal is None

@@ -125,8 +125,10 @@ def segments(draw: st.DrawFn) -> list[Segment]:
             batch, row = batches[int(rng.integers(2))], int(rng.integers(3))
             out = ActionOut(batch.action[row], int(rng.integers(9)), batch, row)
             rewards = tuple(rng.normal(size=draw(st.integers(1, 3))).tolist())
-            flags = [bool(flag) for flag in rng.integers(0, 2, 3)]
-            decisions.append(Decision(env, 7, index, random_obs(kind, rng), out, rewards, len(rewards), *flags))
+            decision = Decision(env, 7, index, random_obs(kind, rng), out, rewards, len(rewards))
+            decision.terminated, decision.truncated, decision.intervened = (bool(x) for x in rng.integers(0, 2, 3))
+            decision.executed = draw(st.none() | st.just((1, 3)))
+            decisions.append(decision)
         advantage = draw(st.one_of(st.none(), st.floats(allow_nan=False)))
         found.append(Segment(env, draw(st.text(max_size=3)), decisions, random_obs(kind, rng), "taken", advantage))
     return found
@@ -135,7 +137,7 @@ def segments(draw: st.DrawFn) -> list[Segment]:
 def plain(segment: Segment) -> list[Any]:
     """Return all that is in a segment, but for who shared a batch."""
     numbers = [
-        [d.env, d.episode, d.index, d.obs, d.rewards, d.num_steps, d.terminated, d.truncated, d.intervened]
+        [d.env, d.episode, d.index, d.obs, d.rewards, d.num_steps, d.terminated, d.truncated, d.intervened, d.executed]
         for d in segment.decisions
     ]
     outs = [

@@ -332,7 +332,7 @@ class Learner(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """B: decisions per update, exactly."""
+        """B: decisions per update; exactly, or of a `GroupLearner` at least so many, since groups are not split."""
 
     @property
     def policy(self) -> Any:
@@ -348,7 +348,7 @@ class Learner(Protocol):
 
 @runtime_checkable
 class GroupLearner(Learner, Protocol):
-    """A learner that compares episodes that began alike: its segments come with `Segment.advantage`."""
+    """A learner that compares episodes that began alike: its batches are whole groups, with `Segment.advantage`."""
 
     @property
     def groups(self) -> GroupRule:

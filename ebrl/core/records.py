@@ -176,6 +176,7 @@ class Decision:
         num_steps: Executed simulator steps.
         intervened: The program replaced the action: kept in data, never trained on.
         action_repeat: Simulator steps for which each action was applied.
+        executed: Which actions of the chunk were, in ascending order; None: the first `num_actions`.
     """
 
     env: int
@@ -189,6 +190,7 @@ class Decision:
     truncated: bool = False
     intervened: bool = False
     action_repeat: int = 1
+    executed: tuple[int, ...] | None = None
 
     @property
     def version(self) -> int:
@@ -197,7 +199,7 @@ class Decision:
 
     @property
     def num_actions(self) -> int:
-        """Actions of the chunk that were executed, counting one that the end of the episode interrupted."""
+        """Actions that were executed, counting one that the end of the episode interrupted."""
         return -(-self.num_steps // self.action_repeat)
 
 
@@ -254,7 +256,7 @@ class GroupRule:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """Exactly B decisions, in segments.
+    """Exactly B decisions, in segments; or whole groups that have at least B.
 
     Attributes:
         version: Of the learner when the batch was taken; ``lag = version - decision.version``.

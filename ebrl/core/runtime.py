@@ -76,7 +76,8 @@ class Runtime:
         Args:
             machine: What to run on; default: this computer.
             seed: From which every random stream of the run is keyed.
-            deterministic: With ``max_lag=0``: results that depend on the seed alone, not on timing or lanes.
+            deterministic: With ``max_lag=0``: results that depend on the seed alone, not on timing or lanes. A trainer
+                with lag is refused, but on modelled hardware, where a run repeats exactly if latencies do.
             trace: Takes the spans of the run; None records nothing.
             tune: Let the tuner turn the knobs that were not set; never in a deterministic run, since it goes by time.
             pin: Knobs of the machine that the tuner leaves alone, with their values: ``concurrency``, how many

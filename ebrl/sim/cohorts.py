@@ -2,7 +2,8 @@
 
 A group is some consecutive environments with one task. A cohort is one episode of it: every member runs it from the
 same seed, at its own pace. Learners that compare its members (GRPO) train a cohort whole or not at all, for those who
-have ended first are not a fair sample of all.
+have ended first are not a fair sample of all. With a `max_lag` of 0, where nothing can wait for the next batch, that
+goes for cohorts too: all that were begun are handed over together, when the last of them has ended.
 
 Credit is given to cohorts, not to decisions: one is opened while there is credit, and whatever its members then decide
 may start. With credit per decision, fast members would use it up in episodes that their siblings could not begin, and
@@ -33,6 +34,8 @@ AHEAD = 1
 """Episodes that a member may be ahead of the slowest one of its group: what one group can hold back is bounded."""
 RECENT = 100
 """Episodes over which their length is averaged."""
+_TOO_MANY = "environments wait for each other, and groups that last for several updates will be too old to be trained"
+_IN_WAVES = "in deterministic mode batches are larger then, since all groups have their share of each"
 
 
 class _Cohort:
@@ -69,14 +72,15 @@ class Cohorts:
             size: G, environments of a group.
             batch_size: B.
             max_lag: Versions that a decision may be behind when it is trained.
-            in_waves: All groups begin their next episode when the last has ended its own, and everything is handed over
-                then: who is fast has no influence on the data.
+            in_waves: All groups begin their next episode when the last has ended its own, so that who is fast has no
+                influence on the data; with a `max_lag` of 0.
         """
         self._admission = admission
         self._hand_over = hand_over
         self._num_envs = num_envs
         self._size = size
         self._limit = (max_lag + 1) * batch_size
+        self._together = max_lag == 0  # hand over only while nobody runs
         self._in_waves = in_waves
         self._open: list[dict[int, _Cohort]] = [{} for _ in range(num_envs // size)]
         self._num_opened = [0] * (num_envs // size)
@@ -144,13 +148,13 @@ class Cohorts:
         self._learn(num)
         if len(cohort.ended) == self._size:
             self._finished.append(self._open[group].pop(episode))
-        if not self._in_waves or not self._num_running:
+        if not self._together or not self._num_running:
             self._settle()
         self._pump()
 
     def _settle(self) -> None:
         finished, self._finished = self._finished, []
-        for cohort in finished:
+        for cohort in sorted(finished, key=lambda cohort: not cohort.whole):  # a drop may open others: see all first
             for segment in cohort.segments:
                 self._num_held -= len(segment.decisions)
                 if cohort.whole:
@@ -166,9 +170,8 @@ class Cohorts:
         if self._num_ended == self._num_envs and together > self._limit:
             logger.warning(
                 "episodes of %d environments have about %.0f decisions together, more than (max_lag + 1) * batch_size "
-                "= %d: environments wait for each other, and some data will be too old to be trained; raise batch_size "
-                "or max_lag, or use fewer environments",
-                self._num_envs, together, self._limit,
+                "= %d: %s; raise batch_size or max_lag, or use fewer environments",
+                self._num_envs, together, self._limit, _IN_WAVES if self._in_waves else _TOO_MANY,
             )  # fmt: skip
 
     def _has_room(self) -> bool:

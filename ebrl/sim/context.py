@@ -14,7 +14,7 @@ from ebrl.core.records import ActionOut, Array, Observation, StepResult
 from ebrl.core.rng import Domain, NoiseStream, name_key, stream
 from ebrl.core.saved import SavedEnv
 from ebrl.sim.episodes import EpisodeMeter
-from ebrl.sim.recorder import Recorder
+from ebrl.sim.recorder import Recorder, note_executed
 from ebrl.sim.requests import ActRequest, ActStepRequest, Other, ask_other
 from ebrl.sim.resume import EpisodeLog, come_back, run_again
 
@@ -204,6 +204,9 @@ class EnvContext:
     async def step(self, action: Array) -> StepResult:
         """Execute an action of the open decision, in any form the program gave it.
 
+        Learning is from the actions of the chunk that were executed: those that are passed on, whichever they are. An
+        action that is none of the chunk's (it was clipped, say) counts as the one after the last that was executed.
+
         Args:
             action: ``[H, *shape]``, a slice of it, or one action ``[*shape]``.
 
@@ -373,6 +376,8 @@ def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
         meter.see(result.info)
     decision = env.recorder.current
     if decision is not None:
+        if decision.num_steps or action is not decision.out.action:
+            note_executed(decision, action, len(rewards))
         decision.rewards = decision.rewards + rewards if decision.num_steps else rewards
         decision.num_steps += len(rewards)
         if decision.out.batch.memory is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ebrl.core.admission import Admission, Drop
-from ebrl.core.records import ActionOut, Decision, Observation, Reason, Segment
+from ebrl.core.records import ActionOut, Array, Decision, Observation, Reason, Segment
 
 if TYPE_CHECKING:
     from ebrl.sim.resume import EpisodeLog
@@ -149,3 +151,34 @@ class Recorder:
             return
         self._open = []
         self.emit(Segment(self.env, self.task, decisions, self._last_obs, reason))
+
+
+def note_executed(decision: Decision, action: Any, num_steps: int) -> None:
+    """Note which actions of its chunk a step of a decision has executed; before its rewards are added.
+
+    Args:
+        decision: Whose.
+        action: What the simulator was told; see `EnvContext.step`.
+        num_steps: Simulator steps that it took.
+    """
+    chunk, repeat = decision.out.action, decision.action_repeat
+    before = range(min(decision.num_actions, len(chunk))) if decision.executed is None else decision.executed
+    places = _places(chunk, action, following=max(before, default=-1) + 1)[: -(-num_steps // repeat)]
+    executed = tuple(sorted({*before, *(place for place in places if place < len(chunk))}))
+    usual = range(min(-(-(decision.num_steps + num_steps) // repeat), len(chunk)))
+    decision.executed = None if executed == tuple(usual) else executed
+
+
+def _places(chunk: Array, action: Any, following: int) -> list[int]:
+    """Return where in a chunk some actions lie: in memory, else those that are equal, else the following ones."""
+    part = np.asarray(action)
+    part = part[None] if part.ndim < chunk.ndim else part
+    num, stride = len(part), chunk.strides[0]
+    start = part.__array_interface__["data"][0] - chunk.__array_interface__["data"][0]
+    offsets = [start + i * part.strides[0] for i in range(num)]
+    if stride and all(not offset % stride and 0 <= offset // stride < len(chunk) for offset in offsets):
+        return [offset // stride for offset in offsets]
+    for first in (following, *range(len(chunk))):
+        if np.array_equal(chunk[first : first + num], part):
+            return list(range(first, first + num))
+    return list(range(following, following + num))

@@ -1,5 +1,7 @@
 """`Assembler`: segments in, batches of exactly B decisions out. Pure: no clock, no loop, no randomness.
 
+Groups that are compared have an assembler of their own (`ebrl.train.groups`).
+
 The lag of a decision is the learner's version when its batch is taken minus the version that acted. Three rules
 together bound it, and none does alone:
 
@@ -60,12 +62,11 @@ class Assembler:
 
     def add(self, segment: Segment) -> list[Dropped]:
         """Buffer a segment; interventions are taken out, and what is around them becomes segments of its own."""
-        pieces = split_at(segment, lambda decision: decision.intervened)
+        pieces, dropped = without_interventions(segment)
         for piece in pieces:
             self._segments.append(piece)
             self._num_decisions += len(piece.decisions)
-        lost = len(segment.decisions) - sum(len(piece.decisions) for piece in pieces)
-        return [Dropped(segment.env, "intervention", lost)] if lost else []
+        return dropped
 
     def take(self, version: int) -> tuple[TrainBatch | None, list[Dropped]]:
         """Drop what is too old for `version`, and return a batch if B decisions are left.
@@ -77,7 +78,7 @@ class Assembler:
         if self._num_decisions < self._batch_size:
             return None, dropped
         if self._canonical:
-            self._segments.sort(key=_place)
+            self._segments.sort(key=place)
         else:
             self._segments.sort(key=_oldest)  # stable: segments of one environment stay in order
         return TrainBatch(self._take_exactly(self._batch_size), version), dropped
@@ -165,6 +166,13 @@ def split_at(segment: Segment, unwanted: Callable[[Decision], bool]) -> list[Seg
     return pieces
 
 
+def without_interventions(segment: Segment) -> tuple[list[Segment], list[Dropped]]:
+    """Return what can be trained of a segment, and how many decisions cannot."""
+    pieces = split_at(segment, lambda decision: decision.intervened)
+    lost = len(segment.decisions) - sum(len(piece.decisions) for piece in pieces)
+    return pieces, [Dropped(segment.env, "intervention", lost)] if lost else []
+
+
 def _oldest(segment: Segment) -> int:
     return segment.decisions[0].out.version
 
@@ -182,6 +190,7 @@ def _num_below(segment: Segment, version: int) -> int:
     return sum(decision.out.version < version for decision in segment.decisions) if oldest < version else 0
 
 
-def _place(segment: Segment) -> tuple[int, int, int]:
+def place(segment: Segment) -> tuple[int, int, int]:
+    """Return what batches are sorted by where their order shall not depend on who was first."""
     first = segment.decisions[0]
     return first.env, first.episode, first.index

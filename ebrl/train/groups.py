@@ -1,17 +1,19 @@
-"""Groups of episodes that began alike: what each is worth within its group, and which groups are trained. Pure.
+"""Groups of episodes that began alike: what each is worth within its group, and which groups make a batch. Pure.
 
-The arithmetic is in `ebrl.train.advantages`.
+The arithmetic is in `ebrl.train.advantages`. A group is trained whole or not at all: whoever trains the decisions that
+are there favours episodes that end early (finish-order bias).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ebrl.core.errors import ConfigError
-from ebrl.core.records import GroupRule, Segment
+from ebrl.core.records import GroupRule, Segment, TrainBatch
 from ebrl.train.advantages import group_advantages, tells_apart
-from ebrl.train.assemble import Dropped
+from ebrl.train.assemble import Dropped, place, without_interventions
 
 logger = logging.getLogger("ebrl")
 
@@ -34,7 +36,7 @@ class Groups:
         self._num_futile = 0  # in a row; stays at the limit once it was said
 
     def admit(self, segments: Sequence[Segment]) -> tuple[list[Segment], list[Dropped]]:
-        """Write advantages, and take out groups that the rule does not want.
+        """Give segments their advantages, and take out groups that the rule does not want.
 
         A member's return is the sum of the rewards of all its decisions, those that are not trained included.
 
@@ -59,9 +61,8 @@ class Groups:
             wanted = self._wants([parts[0].success for parts in members.values()], returns)
             for parts, advantage in zip(members.values(), group_advantages(returns), strict=True):
                 for segment in parts:
-                    segment.advantage = advantage
                     if wanted:
-                        kept.append(segment)
+                        kept.append(replace(segment, advantage=advantage))
                     else:
                         dropped.append(Dropped(segment.env, "filtered", len(segment.decisions)))
         return kept, dropped
@@ -92,6 +93,75 @@ class Groups:
                 "is trained; begin with an easier task or a better policy, or set success_bounds=None",
                 FUTILE, rate, *self._rule.success_bounds,
             )  # fmt: skip
+
+
+class GroupAssembler:
+    """Buffered groups: segments in, batches of whole groups out, of B decisions or more.
+
+    The lag of a group is that of its oldest decision. A batch has the groups that could not wait for the next one, then
+    the oldest others until it has B decisions. So no group that is here becomes too old: only those that come too late
+    are dropped, with all of their decisions.
+    """
+
+    def __init__(self, batch_size: int, max_lag: int, group_size: int) -> None:
+        """Make an assembler.
+
+        Args:
+            batch_size: B.
+            max_lag: Versions that a trained decision may be behind.
+            group_size: G.
+        """
+        self._batch_size = batch_size
+        self._max_lag = max_lag
+        self._group_size = group_size
+        self._groups: dict[tuple[int, int], list[Segment]] = {}  # by group and episode, in order of arrival
+
+    def __len__(self) -> int:
+        return _num_decisions(self.segments)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What is buffered, in order."""
+        return [segment for group in self._groups.values() for segment in group]
+
+    def add(self, segment: Segment) -> list[Dropped]:
+        """Buffer a segment, of which interventions are taken out; all of its group must come before the next `take`."""
+        pieces, dropped = without_interventions(segment)
+        for piece in pieces:
+            key = piece.env // self._group_size, piece.decisions[0].episode
+            self._groups.setdefault(key, []).append(piece)
+        return dropped
+
+    def take(self, version: int) -> tuple[TrainBatch | None, list[Dropped]]:
+        """Drop groups that are too old for `version`, and return a batch if those that are left have B decisions.
+
+        Returns:
+            A batch, in the order of environments and time, or None; and what was dropped.
+        """
+        oldest = version - self._max_lag
+        dropped = self._mask(oldest)
+        if len(self) < self._batch_size:
+            return None, dropped
+        taken: list[Segment] = []
+        for key in sorted(self._groups, key=lambda key: _oldest_version(self._groups[key])):
+            group = self._groups[key]
+            if _num_decisions(taken) >= self._batch_size and _oldest_version(group) > oldest:
+                break
+            taken += self._groups.pop(key)
+        return TrainBatch(sorted(taken, key=place), version), dropped
+
+    def _mask(self, oldest: int) -> list[Dropped]:
+        late = [key for key, group in self._groups.items() if _oldest_version(group) < oldest]
+        lost = [segment for key in late for segment in self._groups.pop(key)]
+        return [Dropped(segment.env, "masked", len(segment.decisions)) for segment in lost]
+
+
+def _oldest_version(group: Sequence[Segment]) -> int:
+    return min(segment.decisions[0].out.version for segment in group)  # versions grow within a segment
+
+
+def _num_decisions(segments: Sequence[Segment]) -> int:
+    return sum(len(segment.decisions) for segment in segments)
 
 
 def _total_reward(parts: Sequence[Segment]) -> float:

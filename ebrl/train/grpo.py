@@ -72,7 +72,7 @@ class GRPO(TorchLearner):
         # What the current weights say about the data, and how good their episodes were.
         rollout = self.collate(batch)
         scores = self.score(rollout)
-        lag_metrics = self.lag_watch.measure(self.log_weight(rollout, scores), rollout.lag)
+        lag_metrics = self.lag_metrics(rollout, scores)
         advantage_B = episode_advantages(rollout).to(self.device) * rollout.weight
 
         # Gradient steps.

@@ -23,8 +23,8 @@ from ebrl.core.records import Array, BatchOut, Decision, Segment, TrainBatch
 from ebrl.core.rng import Domain, stream
 from ebrl.train.advantages import Steps, chunk_reward
 from ebrl.train.lag import LagWatch
-from ebrl.train.losses import at_level
-from ebrl.train.options import LearnerConfig
+from ebrl.train.losses import at_level, broadcast, counted
+from ebrl.train.options import LearnerConfig, RatioLevel
 from ebrl.train.sequences import Sequences
 
 DiscountUnit: TypeAlias = Literal["step", "decision"]
@@ -62,6 +62,11 @@ class Rollout:
     terminated: Tensor
     ends: Tensor
     sequences: Sequences | None
+
+    @property
+    def num_decisions(self) -> int:
+        """B, or of groups a few more."""
+        return len(self.lag)
 
 
 @dataclass(slots=True)
@@ -104,6 +109,7 @@ class TorchLearner:
         self.discount_unit = discount_unit
         self.seed = config.seed
         self.num_updates = 0
+        self.ratio_level = config.ratio_level
         self.lag_watch = LagWatch()
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
@@ -156,20 +162,19 @@ class TorchLearner:
         order = sorted(range(len(batch.segments)), key=lambda i: _place(batch.segments[i]))
         segments = [batch.segments[i] for i in order]
         decisions = [decision for segment in segments for decision in segment.decisions]
-        assert len(decisions) == self.batch_size, f"{len(decisions)} decisions, not {self.batch_size}"
+        assert len(decisions) >= self.batch_size, f"{len(decisions)} decisions, not {self.batch_size}"
         ends = np.cumsum([len(segment.decisions) for segment in segments]) - 1
         observations = [decision.obs for decision in decisions] + [segment.last_obs for segment in segments]
         source, row_B = _gather(decisions)
         row_of_all = np.concatenate([row_B, row_B[ends]])
         reward, discount = self.returns(decisions)
         log_prob = _pick([b.log_prob for b in source], row_B)
-        num_actions = torch.tensor([decision.num_actions for decision in decisions])
         return Rollout(
             segments=segments,
             observations=self.to_device(self.policy.collate(observations)),
             aux=self.to_device({name: _pick([b.aux[name] for b in source], row_of_all) for name in source[0].aux}),
             log_prob=log_prob.to(self.device),
-            executed=(torch.arange(log_prob.shape[1]) < num_actions[:, None]).to(self.device),
+            executed=_executed(decisions, log_prob.shape[1]).to(self.device),
             weight=_weights(batch, order).to(self.device),
             lag=torch.tensor([batch.version - decision.version for decision in decisions], device=self.device),
             reward=reward,
@@ -193,7 +198,7 @@ class TorchLearner:
     @torch.no_grad()
     def score(self, rollout: Rollout) -> Scores:
         """Score a rollout with the current weights, a minibatch at a time."""
-        num, size, sequences = self.batch_size, self.minibatch_size, rollout.sequences
+        num, size, sequences = rollout.num_decisions, self.minibatch_size, rollout.sequences
         if sequences is None:
             groups = list(torch.split(torch.arange(num + len(rollout.segments)), size))
         else:
@@ -203,10 +208,17 @@ class TorchLearner:
         log_prob, value = (torch.cat(part)[back] for part in zip(*parts, strict=True))
         return Scores(log_prob[:num], value[:num], value[num:])
 
-    def log_weight(self, rollout: Rollout, scores: Scores) -> Tensor:
-        """Return ``[B]``: log-probability of what was executed under the current weights, minus when it was chosen."""
-        now_B, then_B = (at_level(x_BHA, rollout.executed, "decision") for x_BHA in (scores.log_prob, rollout.log_prob))
-        return now_B - then_B
+    def log_weight(self, rollout: Rollout, scores: Scores, level: RatioLevel = "decision") -> Tensor:
+        """Return ``X``: log-probability of what was executed under the current weights, minus when it was chosen."""
+        now_X, then_X = (at_level(x_BHA, rollout.executed, level) for x_BHA in (scores.log_prob, rollout.log_prob))
+        return now_X - then_X
+
+    def lag_metrics(self, rollout: Rollout, scores: Scores) -> dict[str, float]:
+        """Measure how old the data are, at the level of the loss's ratios; see `LagWatch`."""
+        counted_X = counted(rollout.executed, rollout.log_prob.shape[2], self.ratio_level)
+        lag_X = broadcast(rollout.lag, counted_X).expand_as(counted_X)
+        log_weight_X = self.log_weight(rollout, scores, self.ratio_level)
+        return self.lag_watch.measure(log_weight_X[counted_X], lag_X[counted_X])
 
     def evaluate(self, rollout: Rollout, rows: Tensor, *, proximal: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Score rows of a rollout; see `ebrl.core.protocols.Policy.evaluate`.
@@ -230,13 +242,14 @@ class TorchLearner:
     def minibatches(self, rollout: Rollout, epochs: int) -> Iterator[Tensor]:
         """Yield rows, every row once per epoch, in an order keyed by the number of the update.
 
-        A minibatch has `minibatch_size` rows; with memory about so many, since a sequence is not cut.
+        A minibatch has `minibatch_size` rows. It has about so many with memory, since a sequence is not cut, and where
+        there are more than B decisions: then minibatches share them equally.
         """
-        size, sequences = self.minibatch_size, rollout.sequences
+        num, size, sequences = rollout.num_decisions, self.minibatch_size, rollout.sequences
         rng = stream(self.seed, Domain.LEARNER, self.num_updates)
         for _ in range(epochs):
             if sequences is None:
-                groups = list(torch.split(torch.from_numpy(rng.permutation(self.batch_size)), size))
+                groups = list(torch.from_numpy(rng.permutation(num)).tensor_split(max(1, num // size)))
             else:
                 groups = sequences.minibatches(size, rng)
             yield from (rows.to(self.device) for rows in groups)
@@ -277,7 +290,7 @@ class TorchLearner:
                 f"update {self.num_updates + 1}: loss or gradient is not finite, so the weights are of no use any "
                 "more; a smaller learning rate or max_grad_norm may help"
             )
-        self.policy.observe({name: x[: self.batch_size] for name, x in rollout.observations.items()})
+        self.policy.observe({name: x[: rollout.num_decisions] for name, x in rollout.observations.items()})
         if self.proximal is not None:  # only weights are averaged: observations are scaled as the policy's are
             for mine, theirs in zip(self.proximal.buffers(), self.policy.buffers(), strict=True):
                 mine.copy_(theirs)
@@ -348,6 +361,17 @@ def _weights(batch: TrainBatch, order: Sequence[int]) -> Tensor:
         return torch.ones(sum(lengths))
     parts = torch.split(torch.from_numpy(batch.weights).float(), lengths)
     return torch.cat([parts[i] for i in order])
+
+
+def _executed(decisions: Sequence[Decision], horizon: int) -> Tensor:
+    """Return ``[B, H]`` bool: which actions of the chunk were executed."""
+    num_actions = torch.tensor([decision.num_actions for decision in decisions])
+    executed_BH = torch.arange(horizon) < num_actions[:, None]
+    for row, decision in enumerate(decisions):
+        if decision.executed is not None:
+            executed_BH[row] = False
+            executed_BH[row, list(decision.executed)] = True
+    return executed_BH
 
 
 def _gather(decisions: Sequence[Decision]) -> tuple[list[BatchOut], NDArray[np.int64]]:

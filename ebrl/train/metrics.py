@@ -77,8 +77,7 @@ class MetricsWriter:
         if moves:
             line["moves"] = list(moves)
         try:
-            self._lines.write(json.dumps(line) + "
-")
+            self._lines.write(json.dumps(line) + "\n")
             self._lines.flush()
         except OSError as error:
             raise ConfigError(f"{self._lines.name}: metrics cannot be written: {error.strerror}") from error

@@ -31,7 +31,7 @@ class ReturnNormalizer:
         self.mean = 0.0
         self.var = 1.0
         self.count = 0.0
-        # Per environment: the episode it was in, and its running return there.
+        # Per environment: the episode it was in, and its running return there, discounted to the next decision.
         self.open: dict[int, tuple[int, float]] = {}
 
     def update(self, segments: Sequence[Segment], rewards_B: Float64s, discounts_B: Float64s) -> None:
@@ -50,8 +50,8 @@ class ReturnNormalizer:
             total = total if before == episode else 0.0
             for _ in segment.decisions:
                 reward, discount = next(pairs)
-                total = total * discount + reward
-                returns.append(total)
+                returns.append(total + reward)
+                total = returns[-1] * discount
             self.open[segment.env] = (episode, total)
         self._take(np.array(returns))
 

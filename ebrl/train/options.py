@@ -19,9 +19,9 @@ class LearnerConfig:
     """Options of every recipe: of its gradient steps, and of the policy loss for data of older versions.
 
     Attributes:
-        batch_size: B, decisions per update.
+        batch_size: B, decisions per update; with `GRPO` at least so many, since groups are not split.
         epochs: Passes over the batch.
-        minibatch_size: Decisions per gradient step, with memory about so many; divides `batch_size`.
+        minibatch_size: Decisions per gradient step, with memory or groups about so many; divides `batch_size`.
         learning_rate: Of Adam.
         clip_range: How far a ratio may move before its gradient stops. It belongs to `ratio_level`: log-ratios add up
             over the H * A numbers of a decision, so that the same range binds sooner there. Usual are 0.2 per decision,
@@ -40,7 +40,8 @@ class LearnerConfig:
         dual_clip: Bound c of ``-u A`` by ``-c A`` where A < 0 (Ye et al. 2020, arXiv:1912.09729), before the behaviour
             weight; RLinf has 3. None: no bound.
         m2_threshold: Mask the largest log-weights until the mean of their squares is below this (M2PO,
-            arXiv:2510.01161; AReaL's example has 0.04); masked ones still count in denominators. None: mask none.
+            arXiv:2510.01161; AReaL's example has 0.04); masked ones still count in denominators. Over the batch; with
+            ``proximal="ewma"``, whose weights change with every step, over each minibatch. None: mask none.
         proximal: With ``decoupled``, which weights the clip is around. ``start``: those that the update starts from;
             ``ewma``: their moving average (PPO-EWMA, Hilton et al. 2021), which does not depend on the batch's size.
         proximal_decay: Of that average, per gradient step. An average over the last n steps has 1 - 1 / n; the paper

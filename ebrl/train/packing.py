@@ -36,6 +36,7 @@ def pack_segments(segments: Sequence[Segment]) -> dict[str, Any]:
         "obs": stack([decision.obs for decision in decisions]),
         "version": np.array([decision.out.version for decision in decisions]),
         "numbers": {name: np.array([getattr(d, name) for d in decisions], kind) for name, kind in NUMBERS.items()},
+        "executed": [decision.executed for decision in decisions],
         "num_rewards": np.array([len(decision.rewards) for decision in decisions]),
         "rewards": np.array([reward for decision in decisions for reward in decision.rewards], np.float64),
         "out": {field.name: _answers(decisions, field.name) for field in fields(BatchOut)},
@@ -56,6 +57,7 @@ def unpack_segments(packed: dict[str, Any]) -> list[Segment]:
             obs=obs,
             out=ActionOut(batch.action[row], versions[row], batch, row),
             rewards=tuple(rewards[row].tolist()),
+            executed=packed["executed"][row],
             **{name: column[row] for name, column in numbers.items()},
         )
         for row, obs in enumerate(unstack(packed["obs"]))

@@ -109,9 +109,8 @@ class PPO(TorchLearner):
         # What the current weights say about the data; the ratios below are against these log-probabilities.
         rollout = self.collate(batch)
         scores = self.score(rollout)
-        log_weight_B = self.log_weight(rollout, scores)
-        lag_metrics = self.lag_watch.measure(log_weight_B, rollout.lag)
-        advantage_B, return_B = self.targets(rollout, scores, log_weight_B)
+        lag_metrics = self.lag_metrics(rollout, scores)
+        advantage_B, return_B = self.targets(rollout, scores, self.log_weight(rollout, scores))
 
         # Gradient steps.
         policy_loss = PolicyLoss(cfg, rollout, scores, scale=left)

@@ -40,8 +40,7 @@ class PolicyLoss:
         self._counted_X = counted(self._executed_BH, rollout.log_prob.shape[2], self._level)
         self._kept_X = torch.ones_like(start_X)
         if config.m2_threshold is not None:
-            kept_X = m2_mask(start_X - self._behaviour_X, self._counted_X, threshold=config.m2_threshold)
-            self._kept_X = kept_X.to(start_X.dtype)
+            self._kept_X = self._keep(start_X - self._behaviour_X, slice(None), config.m2_threshold)
 
     def __call__(
         self, log_prob_BHA: Tensor, advantage_B: Tensor, rows: Tensor, proximal_BHA: Tensor | None = None
@@ -59,6 +58,8 @@ class PolicyLoss:
         if proximal_BHA is not None:
             anchor_X = at_level(proximal_BHA, executed_BH, self._level)
         weight_X = self._kept_X[rows]
+        if proximal_BHA is not None and config.m2_threshold is not None:
+            weight_X = self._keep(anchor_X - self._behaviour_X[rows], rows, config.m2_threshold)
         if config.objective == "decoupled":
             weight_X = weight_X * behaviour_weight(
                 anchor_X, self._behaviour_X[rows], cap=config.behaviour_weight_cap, beyond=config.behaviour_weight
@@ -75,3 +76,7 @@ class PolicyLoss:
             clip_range_high=None if high is None else high * self._scale,
             dual_clip=config.dual_clip,
         )
+
+    def _keep(self, log_weight_X: Tensor, rows: Tensor | slice, threshold: float) -> Tensor:
+        """Return 1 for what the second moment leaves, and 0."""
+        return m2_mask(log_weight_X, self._counted_X[rows], threshold=threshold).to(log_weight_X.dtype)

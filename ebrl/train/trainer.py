@@ -1,7 +1,7 @@
 """`Trainer`: the loop that turns segments into versions, while environments and generator go on.
 
-Consumes a batch of B decisions; waits for enough admissible ones; is woken by the recorders. After each update it
-publishes the weights and gives the credit of the batch back.
+Consumes a batch of B decisions, or of whole groups with at least B; waits for enough admissible ones; is woken by the
+recorders. After each update it publishes the weights and gives the credit of the batch back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ebrl.core.records import TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
 from ebrl.train.assemble import Assembler, Dropped
 from ebrl.train.checkpoint import Checkpoint, stateful
-from ebrl.train.groups import Groups
+from ebrl.train.groups import GroupAssembler, Groups
 from ebrl.train.journal import Journal
 from ebrl.train.sampling import Sampling, share_metrics, weighted
 from ebrl.train.tree import copied
@@ -59,7 +59,7 @@ class Trainer:
         Args:
             envs: A started `EnvGroup`; its actor receives the weights.
             learner: Does the updates. One with an attribute `groups` (`ebrl.core.protocols.GroupLearner`) is given
-                episodes of complete groups only.
+                whole groups only, in batches of at least as many decisions as it wants.
             updates: How many, those of the run that is continued included.
             max_lag: Versions that a trained decision may be behind; 0 waits for the data of each version.
             sampling: What is done about environments of different speed. ``"arrival"``: nothing. ``"quota"``: each may
@@ -92,11 +92,12 @@ class Trainer:
         self._threads = threads
         self._resume = resume
         self._updating = False
-        self._assembler = Assembler(learner.batch_size, max_lag)
+        self._assembler: Assembler | GroupAssembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
         self._lane: Lane | None = None
         self._journal: Journal | None = None
         self._num_updates = 0
+        self._num_trained = 0
         self._profile = StageProfile("train", name)
         self._update_s = 0.0
         self._updated_s = 0.0
@@ -107,13 +108,11 @@ class Trainer:
         self._runtime = runtime
         saved = self._resume
         self._began_s = self._updated_s = runtime.clock()
-        self._assembler = Assembler(
-            self._learner.batch_size, self.max_lag, canonical=runtime.deterministic and self.max_lag == 0
-        )
+        batch_size, quota, groups = self._learner.batch_size, self._sampling == "quota", self._groups is not None
+        self._assembler = _make_assembler(runtime, batch_size, self.max_lag, self._envs.group_size if groups else None)
         self._lane = runtime.machine.lane("train", f"{self.name}-0", runtime.claim("train"), self._threads)
         if runtime.machine.real:
             self._lane.run(torch.set_num_threads, self._threads, n=0)
-        quota, groups = self._sampling == "quota", self._groups is not None
         if runtime.events is not None:
             if groups or len(self._tasks) > 1:
                 raise ConfigError("a recorded run has one task and no groups: leave out Runtime(record=...)")
@@ -130,7 +129,7 @@ class Trainer:
             for segment in saved.experience.taken:
                 self._assembler.add(segment)
         experience = saved.experience if saved is not None else None
-        self._envs.open_training(self._learner.batch_size, self.max_lag, quota=quota, groups=groups, saved=experience)
+        self._envs.open_training(batch_size, self.max_lag, quota=quota, groups=groups, saved=experience)
         self._profile = StageProfile("train", self.name)
         runtime.profiles.add(self._profile)
         self._read()
@@ -158,7 +157,7 @@ class Trainer:
             name=self.name,
             gen="",
             num_updates=self._num_updates,
-            num_decisions=self._num_updates * self._learner.batch_size,
+            num_decisions=self._num_trained,
             update_s=self._update_s,
             updated_s=self._updated_s,
         )
@@ -176,7 +175,7 @@ class Trainer:
         busy_s = self._lane.busy_s if self._lane is not None else 0.0
         assert self._runtime is not None
         now_s = self._runtime.clock()
-        return self._profile.read(now_s, self._num_updates * self._learner.batch_size, busy_s)
+        return self._profile.read(now_s, self._num_trained, busy_s)
 
     async def snapshot(self) -> Checkpoint:
         """Return the run as it is now; between two updates, while rollouts go on.
@@ -223,8 +222,9 @@ class Trainer:
         batch = await self._next_batch()
         update_s = clock()
         shares = [(segment.env, len(segment.decisions)) for segment in batch.segments]
+        num_decisions = sum(num for _, num in shares)
         self._updating = True
-        updating = lane.run(self._update, batch, n=self._learner.batch_size)
+        updating = lane.run(self._update, batch, n=num_decisions)
         del batch  # the lane frees its thousands of records, and not the loop
         trained = False
         try:
@@ -237,9 +237,10 @@ class Trainer:
         done_s = clock()
         self._envs.admission.train(shares)
         self._num_updates += 1
+        self._num_trained += num_decisions
         self._updating = False
         self._update_s, self._updated_s = done_s - update_s, done_s
-        self._profile.observe(self._learner.batch_size, self._update_s)
+        self._profile.observe(num_decisions, self._update_s)
         if runtime.trace is not None:
             runtime.trace.span(lane.name, "update", update_s, done_s, version=version)
         runtime.boundary()
@@ -289,6 +290,18 @@ class Trainer:
             dropped=dict(self._envs.admission.ledger().dropped),
             tasks=self._tasks,
         )
+
+
+def _make_assembler(
+    runtime: Runtime, batch_size: int, max_lag: int, group_size: int | None
+) -> Assembler | GroupAssembler:
+    if runtime.deterministic and max_lag and runtime.machine.real:
+        raise ConfigError(
+            f"a deterministic run needs Trainer(max_lag=0), got {max_lag}: with lag, data depend on who was ready first"
+        )
+    if group_size is not None:
+        return GroupAssembler(batch_size, max_lag, group_size)
+    return Assembler(batch_size, max_lag, canonical=runtime.deterministic and max_lag == 0)
 
 
 def _book(admission: Admission, dropped: list[Dropped]) -> None:
