@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ebrl.core.admission import Ledger
-from ebrl.core.protocols import Machine, PolicyOut
+from ebrl.core.protocols import GroupLearner, Machine, PolicyOut
 from ebrl.core.records import (
     ActionOut,
     Array,
@@ -231,14 +231,12 @@ class RecordingLearner:
         self.batches: list[TrainBatch] = []
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
-        assert self.has_right_size(len(batch.decisions))
+        num = len(batch.decisions)
+        assert num >= self.batch_size if isinstance(self, GroupLearner) else num == self.batch_size
         self.batches.append(batch)
         with torch.no_grad():
             self.policy.weight.add_(1.0)
         return {}
-
-    def has_right_size(self, num: int) -> bool:
-        return num == self.batch_size
 
     @property
     def decisions(self) -> list[Decision]:
@@ -250,9 +248,6 @@ class ComparingLearner(RecordingLearner):
     """Asks for groups."""
 
     groups = GroupRule()
-
-    def has_right_size(self, num: int) -> bool:
-        return num >= self.batch_size
 
 
 @dataclass

@@ -250,7 +250,7 @@ def test_every_environment_has_what_is_left_of_its_quota() -> None:
 @pytest.mark.parametrize("on_resume", ["next", "replay"])
 def test_open_groups_of_episodes_are_given_up_and_counted(on_resume: Any, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"groups": True, "group_size": 2, "on_resume": on_resume, "max_lag": 4}
-    saved, before = saved_after(3, 12.0, **options)
+    saved, before = saved_after(3, 2.0, **options)
     ledger = saved.experience.ledger
     begun = [env.episode for env in saved.experience.envs]
     assert ledger.parked > 0
@@ -267,7 +267,8 @@ def test_open_groups_of_episodes_are_given_up_and_counted(on_resume: Any, caplog
                 assert_sound(run.envs.admission.ledger())
             kept = {(d.env, d.index) for d in held(saved.experience)}
             new = [d for d in run.trained if (d.env, d.index) not in kept]
-            assert len({(d.env, d.index) for d in [*before, *run.trained]}) == 8 * 12
+            num = len({(d.env, d.index) for d in [*before, *run.trained]})
+            assert num == run.envs.admission.ledger().trained >= 8 * 12
             for env in range(4):
                 first = max(begun[env // 2 * 2 : env // 2 * 2 + 2]) + 1
                 assert min(d.episode for d in new if d.env == env) == first
