@@ -122,8 +122,7 @@ def held(experience: SavedExperience) -> list[Decision]:
 def test_a_resumed_run_has_credit_for_what_fits_beside_what_is_open(version: int, on_resume: Any) -> None:
     """Whatever the version: a counter that starts at 0 would let a thousand batches of decisions start at once."""
     saved, _ = saved_after(2, 4.0, on_resume=on_resume)
-    experience = saved.experience
-    ledger, num = experience.ledger, (version - 2) * 12
+    experience, ledger, num = saved.experience, saved.experience.ledger, (version - 2) * 12
     ledger = replace(ledger, started=ledger.started + num, trained=ledger.trained + num)
     saved = replace(saved, update=version, experience=replace(experience, ledger=ledger))
     num_open = len(held(experience))

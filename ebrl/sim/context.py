@@ -57,8 +57,7 @@ class EnvContext:
         self.others: dict[str, Other] = {}  # by name of the actor
         self.reported = -1  # episode that was counted before the resume, and ends again
         self._key = key
-        self._group = group
-        self._actor = group.actor
+        self._group, self._actor = group, group.actor
         self._admission = group.admission
         self._loop = asyncio.get_running_loop()
         self._noise = NoiseStream(group.seed, *key, 0)
