@@ -502,7 +502,7 @@ def test_threads_of_lanes_end_with_their_generator_whatever_is_used_of_them() ->
                 assert set(threads) == {"ebrl-gen-0", "ebrl-gen-1", "ebrl-gen-2"}
                 await rt.stop(gen)
                 for thread in threads.values():
-                    thread.join(10)  # it has said that it ends, and may not have left yet
+                    await asyncio.to_thread(thread.join, 10)  # it has said that it ends, and may not have left yet
                 assert not any(thread.is_alive() for thread in threads.values())
 
     asyncio.run(main())
