@@ -58,13 +58,14 @@ from bench.learning import (
     learn_plainly,
     update_s,
 )
+from bench.loading import load_convergence
 from bench.plot import Line, check_picture, over_time
 from bench.profiles import names
 from bench.report import COUNT, Check, Interval, at_least, at_most, command, finish, parser, spread
 from bench.runs import on_all_cores
 from bench.stragglers import stragglers
 from bench.survival import ratio, restricted, sustained
-from bench.workload import Workload, load_convergence
+from bench.workload import Workload
 from ebrl.core.errors import ConfigError
 
 BARS = {LOCKSTEP.name: 2.4, SYNC.name: 1.5}  # by baseline

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.loading import SCHEMA, untrained
 from bench.profiles import Within
-from bench.workload import SCHEMA, Workload, untrained
+from bench.workload import Workload
 from ebrl.core.errors import ConfigError
 from ebrl.core.machine import available_cores
 from ebrl.core.meters import Latencies

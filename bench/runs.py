@@ -18,9 +18,10 @@ from typing import TypeVar
 
 from bench import baselines
 from bench.hardware import Conditions, Hardware, Tally, make_machine
+from bench.loading import load_pair, load_w
 from bench.probed import load_probed
 from bench.rig import Rig
-from bench.workload import Workload, load_pair, load_w
+from bench.workload import Workload
 from ebrl import Batcher, run_virtual
 from ebrl.core.errors import ConfigError
 from ebrl.core.readings import Move

@@ -13,7 +13,8 @@ import pytest
 from bench.baselines import FAMILIES, async_train, lockstep, parse, settings, size_timeout, ver, wait_num
 from bench.baselines.parts import Learner, Request, Requests, answer, share
 from bench.hardware import Hardware, Tally
-from bench.workload import MachineProfile, PolicyProfile, SimulatorProfile, TrainingProfile, Workload, load_pair, load_w
+from bench.loading import load_pair, load_w
+from bench.workload import MachineProfile, PolicyProfile, SimulatorProfile, TrainingProfile, Workload
 from ebrl.core.errors import ConfigError
 from ebrl.core.virtual import run_virtual
 

@@ -27,9 +27,10 @@ from bench.learning import (
     train,
     update_s,
 )
+from bench.loading import load_convergence
 from bench.stragglers import UNBOUNDED, Case, run
 from bench.survival import ratio, restricted, sustained
-from bench.workload import Workload, load_convergence
+from bench.workload import Workload
 from ebrl.core.records import Array
 from ebrl.core.trace import Span, Trace
 from ebrl.core.virtual import run_virtual

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from bench.loading import SCHEMA, load_convergence, load_pair, load_w, pairs
 from bench.probed import simulator
 from bench.profiles import PROFILES, Within, names, rules
 from bench.workload import (
-    SCHEMA,
     MachineProfile,
     PolicyProfile,
     SimulatorProfile,
@@ -25,10 +25,6 @@ from bench.workload import (
     Workload,
     bound,
     limits,
-    load_convergence,
-    load_pair,
-    load_w,
-    pairs,
     speedup,
 )
 from ebrl.core.errors import ConfigError

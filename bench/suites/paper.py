@@ -24,12 +24,13 @@ from statistics import geometric_mean
 from typing import TypeAlias
 
 from bench import baselines
+from bench.loading import pairs
 from bench.plot import Picture
 from bench.report import Check, at_least, at_most
 from bench.runs import Job, Outcome, load, run_all
 from bench.shown import HEADING, pictures, records, row
 from bench.suites import Ask, Result
-from bench.workload import Workload, bound, limits, pairs
+from bench.workload import Workload, bound, limits
 
 MACHINES = ("h200", "a100", "rtx4090")
 RLINF = ("lockstep", "pipeline", "async-train")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +88,10 @@ def save_policy(policy: torch.nn.Module, folder: Path) -> Path:
         CheckpointError: The operating system does not allow it.
     """
     path = folder / "policy.safetensors"
-    partial = path.with_suffix(".partial")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in policy.state_dict().items()}, partial)
-        partial.replace(path)
+        with _whole(path) as partial:
+            save_file({name: tensor.contiguous() for name, tensor in policy.state_dict().items()}, partial)
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
         raise CheckpointError(f"{path}: the policy could not be saved: {error}") from error
     return path
 
@@ -113,13 +113,22 @@ def load_policy(policy: torch.nn.Module, folder: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
+    try:
+        with _whole(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Give the name under which a file is written until it is whole, and leave nothing there."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         partial.replace(path)
-    except OSError as error:
+    finally:
         partial.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def load_config(folder: Path) -> dict[str, Any]:

@@ -230,6 +230,11 @@ class Segment:
     success: bool | None = None
 
 
+def num_decisions(segments: Iterable[Segment]) -> int:
+    """Return how many decisions segments have together."""
+    return sum(len(segment.decisions) for segment in segments)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRule:
     """Which groups of episodes that began alike are trained.

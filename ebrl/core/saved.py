@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ebrl.core.admission import Ledger
-from ebrl.core.records import Array, Episode, Observation, Segment
+from ebrl.core.records import Array, Episode, Observation, Segment, num_decisions
 
 Others: TypeAlias = Mapping[str, tuple[int, int, Array | None]]
 """Of each further actor, by name: how often it was asked, in which episode last, and what it remembers of that."""
@@ -139,18 +139,14 @@ class SavedExperience:
         again = [reason for env in envs if env.running is not None for reason in env.running.dropped]
         dropped["lost"] += lost
         dropped.subtract(again)
-        dropped["incomplete"] += ledger.parked - _count(self.open)
+        dropped["incomplete"] += ledger.parked - num_decisions(self.open)
         settled = Ledger(
             started=ledger.started - ledger.in_flight + lost - len(again),
             trained=ledger.trained,
             dropped={reason: num for reason, num in dropped.items() if num},
-            buffered=ledger.buffered + _count(cut),
-            parked=_count(left),
+            buffered=ledger.buffered + num_decisions(cut),
+            parked=num_decisions(left),
             in_flight=0,
             num_waiting=0,
         )
         return replace(self, ledger=settled, envs=envs, segments=[*self.segments, *cut], open=left)
-
-
-def _count(segments: Iterable[Segment]) -> int:
-    return sum(len(segment.decisions) for segment in segments)

@@ -76,13 +76,12 @@ class Tuner:
             known = [gen for gen in known if gen.name == trial.gen]
         if not known:
             return None
-        gen, self._num_looks = (
-            known[self._num_looks % len(known)],
-            self._num_looks + 1,
-        )  # one at a time: it takes a while
-        move = self._partition(stretch, gen) if trial is None else None
-        move = move or self._batching(stretch, gen)
-        move = move or (self._cores(stretch) if trial is None else None)
+        gen = known[self._num_looks % len(known)]  # one at a time: it takes a while
+        self._num_looks += 1
+        if trial is None:
+            move = self._partition(stretch, gen) or self._batching(stretch, gen) or self._cores(stretch)
+        else:
+            move = self._batching(stretch, gen)
         return self._turn(stretch, move) if move is not None else None
 
     # What is known.

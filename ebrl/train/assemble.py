@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ebrl.core.records import Decision, Segment, TrainBatch
+from ebrl.core.records import Decision, Segment, TrainBatch, num_decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Assembler:
                 kept.append(segment)
                 continue
             pieces = split_at(segment, lambda decision: decision.out.version < oldest)
-            num = len(segment.decisions) - sum(len(piece.decisions) for piece in pieces)
+            num = len(segment.decisions) - num_decisions(pieces)
             dropped.append(Dropped(segment.env, "masked", num))
             self._num_decisions -= num
             kept.extend(pieces)
@@ -169,7 +169,7 @@ def split_at(segment: Segment, unwanted: Callable[[Decision], bool]) -> list[Seg
 def without_interventions(segment: Segment) -> tuple[list[Segment], list[Dropped]]:
     """Return what can be trained of a segment, and how many decisions cannot."""
     pieces = split_at(segment, lambda decision: decision.intervened)
-    lost = len(segment.decisions) - sum(len(piece.decisions) for piece in pieces)
+    lost = len(segment.decisions) - num_decisions(pieces)
     return pieces, [Dropped(segment.env, "intervention", lost)] if lost else []
 
 

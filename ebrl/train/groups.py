@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ebrl.core.errors import ConfigError
-from ebrl.core.records import GroupRule, Segment, TrainBatch
+from ebrl.core.records import GroupRule, Segment, TrainBatch, num_decisions
 from ebrl.train.advantages import group_advantages, tells_apart
 from ebrl.train.assemble import Dropped, place, without_interventions
 
@@ -117,7 +117,7 @@ class GroupAssembler:
         self._groups: dict[tuple[int, int], list[Segment]] = {}  # by group and episode, in order of arrival
 
     def __len__(self) -> int:
-        return _num_decisions(self.segments)
+        return num_decisions(self.segments)
 
     @property
     def segments(self) -> list[Segment]:
@@ -145,7 +145,7 @@ class GroupAssembler:
         taken: list[Segment] = []
         for key in sorted(self._groups, key=lambda key: _oldest_version(self._groups[key])):
             group = self._groups[key]
-            if _num_decisions(taken) >= self._batch_size and _oldest_version(group) > oldest:
+            if num_decisions(taken) >= self._batch_size and _oldest_version(group) > oldest:
                 break
             taken += self._groups.pop(key)
         return TrainBatch(sorted(taken, key=place), version), dropped
@@ -158,10 +158,6 @@ class GroupAssembler:
 
 def _oldest_version(group: Sequence[Segment]) -> int:
     return min(segment.decisions[0].out.version for segment in group)  # versions grow within a segment
-
-
-def _num_decisions(segments: Sequence[Segment]) -> int:
-    return sum(len(segment.decisions) for segment in segments)
 
 
 def _total_reward(parts: Sequence[Segment]) -> float:

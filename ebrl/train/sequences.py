@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ebrl.core.records import Segment
+from ebrl.core.records import Segment, num_decisions
 
 Rows = NDArray[np.int64]
 
@@ -31,8 +31,8 @@ class Sequences:
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        num_decisions = sum(len(segment.decisions) for segment in segments)
-        self._first = np.zeros(num_decisions + len(segments), np.bool_)
+        num = num_decisions(segments)
+        self._first = np.zeros(num + len(segments), np.bool_)
         self._decisions: list[Rows] = []
         self._whole: list[Rows] = []  # with the last observation, where the segment ends with the sequence
         row = 0
@@ -43,7 +43,7 @@ class Sequences:
                 self._decisions.append(rows)
                 self._whole.append(rows)
                 row += len(rows)
-            self._whole[-1] = np.append(rows, num_decisions + number)
+            self._whole[-1] = np.append(rows, num + number)
 
     def minibatches(self, size: int, rng: np.random.Generator) -> list[Tensor]:
         """Return rows of decisions, about `size` each: every sequence is in one of them, whole."""
