@@ -167,6 +167,8 @@ def test_levels() -> None:
         found = surrogate(now, 0 * now, advantage, 0 * now + 1, there=counted(everything, 2, level))
         clipped.append(found.clip_fraction.item())
     assert ratios == [[1.1052, 1.1052, 0.9048, 1.2214], [1.2214, 1.1052], [1.3499]]
+    num = counted(everything, 2, "token").sum()
+    assert at_level(log_ratio, everything, "decision").div(num).exp().item() == pytest.approx(1.0779, abs=1e-4)
     assert clipped == [0.25, 0.5, 1.0]
 
 
