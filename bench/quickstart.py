@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import gymnasium
-import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 from bench.report import at_most, finish, parser, show, spread
@@ -138,17 +138,19 @@ def train_ebrl(spec: EnvSpec, seed: int, updates: int, every: int, num_envs: int
     return result
 
 
-class Repeat(gymnasium.Wrapper[Array, Array, Array, Array]):
-    """The task as Stable-Baselines3 sees it: actions repeated, rewards scaled, own horizon."""
+class Repeat(gymnasium.Wrapper[Array, Array, Any, Array]):
+    """The task as Stable-Baselines3 sees it: the plain state, actions repeated, rewards scaled, own horizon."""
 
-    def __init__(self, env: gymnasium.Env[Array, Array], spec: EnvSpec) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Array], spec: EnvSpec) -> None:
         super().__init__(env)
+        assert isinstance(env.observation_space, spaces.Dict)
+        self.observation_space = env.observation_space["state"]
         self._repeat, self._horizon, self._steps = spec.action_repeat, spec.horizon or 0, 0
 
     def reset(self, **kwargs: Any) -> tuple[Array, dict[str, Any]]:
         self._steps = 0
         obs, info = self.env.reset(**kwargs)
-        return obs.astype(np.float32), info
+        return obs["state"], info
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         total, terminated, truncated = 0.0, False, False
@@ -159,7 +161,7 @@ class Repeat(gymnasium.Wrapper[Array, Array, Array, Array]):
             truncated = truncated or self._steps >= self._horizon
             if terminated or truncated:
                 break
-        return obs.astype(np.float32), 0.1 * total, terminated, truncated, info
+        return obs["state"], 0.1 * total, terminated, truncated, info
 
 
 class Sb3Policy(TorchPolicy):

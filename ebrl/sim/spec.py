@@ -16,13 +16,12 @@ from gymnasium import spaces
 
 from ebrl.core.errors import ConfigError, SpaceError, UnknownEnv
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
+from ebrl.sim import adapters
+from ebrl.sim.adapters import Wanted, has_adapter
 from ebrl.sim.simulator import Simulator, construction_lock
 
 Form: TypeAlias = "ArraySpec | Mapping[str, ArraySpec]"
 Factory: TypeAlias = "Callable[..., gymnasium.Env[Any, Any]]"
-
-METAWORLD = "Meta-World/"
-
 
 SUCCESS = ("success", "is_success")
 """Entries of ``info`` that say whether the task is done."""
@@ -47,13 +46,15 @@ def env_spec(
         ((4,), 2, 200)
 
     Args:
-        env: Id that gymnasium knows (``"module:Env-v0"`` imports the module first), ``"Meta-World/MT1"``, or a
-            function that returns a ``gymnasium.Env``.
+        env: Id that gymnasium knows (``"module:Env-v0"`` imports the module first), or for an adapter of
+            `ebrl.sim.envs` (``"Meta-World/MT1"``, ``"LIBERO/libero_spatial"``, ``"ManiSkill/PickCube-v1"``,
+            ``"robosuite/Lift"``), or a function that returns a ``gymnasium.Env``.
         horizon: Simulator steps after which an episode is truncated, in addition to what the environment does itself.
         action_repeat: Simulator steps for which each action is applied.
         task: What a policy is asked to do.
         host: Where it runs; None: what suits the simulator.
-        memory_mib: That one simulator takes; a group is not built where its simulators do not fit. 0: not known.
+        memory_mib: That one simulator takes; a group is not built where its simulators do not fit. 0: what its
+            adapter knows.
         **kwargs: For the environment.
 
     Raises:
@@ -63,8 +64,11 @@ def env_spec(
         InvalidData: The environment contradicts its own spaces.
     """
     check_options(horizon, action_repeat, host, memory_mib)
-    spec = _describe(env, horizon, action_repeat, task, host, kwargs)
-    return replace(spec, memory_mib=memory_mib)
+    if isinstance(env, str) and has_adapter(env):
+        (spec,) = _adapted(Wanted(env, kwargs, horizon, action_repeat, task, host), only=True)
+    else:
+        spec = _describe(env, horizon, action_repeat, task, host, kwargs)
+    return replace(spec, memory_mib=memory_mib or spec.memory_mib)
 
 
 def env_specs(
@@ -85,7 +89,8 @@ def env_specs(
 
     Args:
         env: ``"Meta-World/MT10"`` or ``"Meta-World/MT50"``, whose policy is told the task by a one-hot vector at the
-            end of its observation (49 numbers, or 89); or what `env_spec` takes.
+            end of its state (49 numbers, or 89); ``"LIBERO/libero_spatial"`` or another suite; or what `env_spec`
+            takes.
         horizon: As for `env_spec`.
         action_repeat: As for `env_spec`.
         host: As for `env_spec`.
@@ -95,25 +100,31 @@ def env_specs(
     Raises:
         EbrlError: As `env_spec`.
     """
-    if not isinstance(env, str) or not env.startswith(METAWORLD) or env == f"{METAWORLD}MT1":
+    if not isinstance(env, str) or not has_adapter(env):
         options: dict[str, Any] = {"horizon": horizon, "action_repeat": action_repeat, "host": host}
         return (env_spec(env, memory_mib=memory_mib, **options, **kwargs),)
     check_options(horizon, action_repeat, host, memory_mib)
-    specs: tuple[EnvSpec, ...] = _metaworld(
-        env, kwargs, lambda module: module.benchmark_specs(env, horizon, action_repeat, host, kwargs)
+    specs = _adapted(Wanted(env, kwargs, horizon, action_repeat, host=host))
+    return tuple(replace(spec, memory_mib=memory_mib or spec.memory_mib) for spec in specs)
+
+
+def _adapted(wanted: Wanted, only: bool = False) -> tuple[EnvSpec, ...]:
+    specs = adapters.describe(wanted)
+    if only and len(specs) > 1:
+        raise ConfigError(f'{wanted.name} has {len(specs)} tasks: env_specs("{wanted.name}") describes all of them')
+    try:
+        first = probe(specs[0])  # the tasks of a benchmark have one form
+    except TypeError as error:
+        raise ConfigError(f"{wanted.name} does not take {wanted.kwargs}: {str(error).splitlines()[0]}") from error
+    return tuple(
+        replace(spec, observation=first.observation, action=first.action, info_keys=first.info_keys) for spec in specs
     )
-    return tuple(replace(spec, memory_mib=memory_mib) for spec in specs)
 
 
 def _describe(
     env: str | Factory, horizon: int | None, action_repeat: int, task: str, host: Host | None, kwargs: dict[str, Any]
 ) -> EnvSpec:
     if isinstance(env, str):
-        if env.startswith(METAWORLD):
-            spec: EnvSpec = _metaworld(
-                env, kwargs, lambda module: module.metaworld_spec(env, horizon, action_repeat, task, host, kwargs)
-            )
-            return spec
         make: Callable[[], Any] = functools.partial(make_by_id, env, kwargs)
         name = env
     elif callable(env):
@@ -129,12 +140,11 @@ def _describe(
     return probe(spec)
 
 
-def probe(spec: EnvSpec, read_space: Callable[[Any, str], Form] | None = None) -> EnvSpec:
+def probe(spec: EnvSpec) -> EnvSpec:
     """Fill in what only an instance can tell: spaces and numeric info keys.
 
     Args:
         spec: Without them.
-        read_space: Instead of `observation_spec`, where the environment's own declaration is not what policies want.
 
     Raises:
         SpaceError: Spaces that EBRL does not serve.
@@ -145,7 +155,7 @@ def probe(spec: EnvSpec, read_space: Callable[[Any, str], Form] | None = None) -
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"{spec.id}: expected the function to make a gymnasium.Env, got {type(env).__name__}")
     try:
-        observed = (read_space or observation_spec)(env.observation_space, spec.id)
+        observed = observation_spec(env.observation_space, spec.id)
         spec = replace(spec, observation=observed, action=action_spec(env.action_space, spec.id))
         simulator = Simulator(replace(spec, make=lambda: env, action_repeat=1))
         infos = [simulator.reset(0)[1], simulator.step(neutral_action(spec.action)).info]
@@ -279,17 +289,6 @@ def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int) 
         raise ConfigError(f"memory_mib must be at least 0, got {memory_mib}")
 
 
-def _metaworld(name: str, kwargs: dict[str, Any], describe: Callable[[Any], Any]) -> Any:
-    try:
-        module = importlib.import_module("ebrl.sim.envs.metaworld")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{name} needs {error.name}: pip install 'ebrl[metaworld]'") from error
-    try:
-        return describe(module)
-    except TypeError as error:
-        raise ConfigError(f"{name} does not take {kwargs}: {str(error).splitlines()[0]}") from error
-
-
 def _metaworld_names() -> dict[str, str]:
     if importlib.util.find_spec("metaworld") is None:
         return {}
@@ -304,6 +303,8 @@ def _name_of(factory: Any) -> str:
 
 
 def _box(space: spaces.Box) -> ArraySpec:
+    if space.dtype == np.uint8:  # pictures: a number for each of theirs says nothing
+        return ArraySpec(tuple(space.shape), "uint8")
     low = space.low if np.isfinite(space.low).any() else None
     high = space.high if np.isfinite(space.high).any() else None
     return ArraySpec(tuple(space.shape), np.dtype(space.dtype).name, low, high)
