@@ -12,12 +12,13 @@ PYTEST_ARGS ?=
 SIMS_VENV ?= .venv-sims
 SIMS_STAMP := $(SIMS_VENV)/.installed
 
-.PHONY: help venv test lint types unit test-sims format demo clean
+.PHONY: help venv test test-slow lint types unit test-sims format demo clean
 
 help:
 	@echo "make demo    install, then train a robot policy on Meta-World reach-v3"
 	@echo "make test    install, then lint, types and tests"
 	@echo "make test-sims    install all simulators (4 GB) in an environment of their own, then run them"
+	@echo "make test-slow    tests that take minutes: runs that are killed, again and again"
 	@echo "make lint | types | unit | format    one of them"
 
 venv: $(STAMP)
@@ -47,6 +48,9 @@ $(SIMS_STAMP): pyproject.toml constraints.txt
 
 test-sims: $(SIMS_STAMP)
 	$(SIMS_VENV)/bin/python -m pytest tests/sims -o faulthandler_timeout=240 $(PYTEST_ARGS)
+
+test-slow: venv
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 format: venv
 	$(BIN)/ruff check --fix .

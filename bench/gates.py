@@ -3,14 +3,19 @@
 Hypothesis: asynchrony costs no score. With the settings that others publish, CartPole-v1 reaches a greedy mean of 475
 over 20 episodes after 100,000 steps (rl-baselines3-zoo: 500 +- 0) and InvertedPendulum-v5 one of 950 after 150,000
 (CleanRL after a million: 963 +- 22), at `max_lag` 0, 1 and 2, for each of three seeds; and on CartPole the area under
-the return curve at lag 1 and 2 is at least 0.8 of that at lag 0, over five seeds. With ``--full`` also Reacher-v5
-(-6 after 300,000), HalfCheetah-v5 (CleanRL's 1442 after a million), and CartPole with hidden velocities, where the
-policy has to remember (400 after 100,000; the zoo's recurrent PPO: 500 +- 0, with the same settings).
+the return curve at lag 1 and 2 is at least 0.8 of that at lag 0, over five seeds.
+
+With ``--full`` also CartPole with hidden velocities, where the policy has to remember (400 after 100,000; the zoo's
+recurrent PPO: 500 +- 0, with the same settings), Reacher-v5 (-6 after 300,000), HalfCheetah-v5 (CleanRL's 1442 after a
+million), Meta-World push-v3 (success 0.85 on 100 seeds) and all ten tasks of MT10 with one policy, whose rates are
+printed. Stable-Baselines3 runs beside them with the same settings and seeds, where it has the algorithm; all have five
+seeds then, and are compared by interquartile means with 95 % bootstrap intervals (Agarwal et al. 2021,
+arXiv:2108.13264). That needs ``pip install 'ebrl[bench,metaworld]'``, and hours.
 
 The environment, policy and learner are real; the machine is virtual, with latencies that make one environment differ
-from the next, so that the order of arrival and the lag are those of an asynchronous run, and every number here can be
-reproduced exactly. The area is the mean over updates of the mean return of the last 20 episodes; a score is reached
-when that mean first does.
+from the next, so that the order of arrival and the lag are those of an asynchronous run, however busy the computer is.
+The area is the mean over updates of the mean return of the last 20 episodes (of success: 100); a
+score is reached when that mean first does.
 
     python -m bench.gates --json
     python -m bench.gates --only cartpole --json
@@ -22,114 +27,104 @@ import argparse
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
-from gymnasium import spaces
-from gymnasium.wrappers import TransformObservation
 
-from bench.report import Check, at_least, at_most, finish, parser, show, spread
+from bench import sb3
+from bench.report import Check, at_least, at_most, finish, interquartile_mean, interval, parser, show, spread
 from bench.runs import on_all_cores
-from ebrl import PPO, EnvGroup, Generator, PPOConfig, Runtime, Trainer, VirtualMachine, env_spec, evaluate, run_virtual
+from bench.tasks import GATES, SMOKE, Gate
+from ebrl import PPO, EnvGroup, EnvSpec, Generator, Runtime, Trainer, VirtualMachine, evaluate, run_virtual
+from ebrl.core.errors import ConfigError
+from ebrl.core.records import Episode
 from ebrl.gen.policies import TorchPolicy, default_policy
 
-EVAL_EPISODES = 20
-LATEST = 20  # episodes that a point of the return curve is the mean of
-LAGS = (0, 1, 2)
-SEEDS, AREA_SEEDS = 3, 5  # that must all pass, and over which areas are compared
+EVAL_SEED = 10_000
+COMPARED_SEEDS = 5  # over which areas are compared, and systems
 AREA = 0.8  # of that at lag 0
 
 
 @dataclass(frozen=True)
-class Gate:
-    """A task, its settings, and the score that it must reach.
+class Job:
+    """One training run; without a `max_lag` it is Stable-Baselines3's."""
 
-    Attributes:
-        steps: Environment steps of a run.
-        bar: Greedy mean return after them.
-        memory_size: Of the policy.
-        full: Only with ``--full``, or when asked for by name.
-        area: Whether the return curves of the lags are compared.
-    """
+    gate: str
+    max_lag: int | None
+    seed: int
+    smoke: bool
 
-    env: str | Callable[[], gymnasium.Env[Any, Any]]
-    num_envs: int
-    steps: int
-    bar: float
-    normalize_obs: bool
-    config: Callable[[int, int], PPOConfig]
-    memory_size: int = 0
-    full: bool = False
-    area: bool = False
+    @property
+    def task(self) -> Gate:
+        """What is trained."""
+        return (SMOKE if self.smoke else GATES)[self.gate]
+
+    @property
+    def system(self) -> str:
+        """By whom."""
+        return "Stable-Baselines3" if self.max_lag is None else f"max_lag {self.max_lag}"
 
 
 @dataclass(frozen=True)
-class Job:
-    """One training run."""
+class Outcome:
+    """What came of it.
 
-    gate: str
-    max_lag: int
+    Attributes:
+        seed: Of the run.
+        score: Of the greedy policy after training.
+        task_scores: The same for each task.
+        area: Mean of the curve.
+        decisions_to_score: Trained when the curve first was at the bar.
+        lag_mean: Versions, over all that was trained.
+        lag_max: Versions.
+        masked: Share that was too old to be trained.
+        cpu_s: CPU time, evaluation included.
+    """
+
     seed: int
-    steps: int
+    score: float
+    task_scores: dict[str, float]
+    area: float
+    decisions_to_score: int | None
+    lag_mean: float
+    lag_max: int
+    masked: float
+    cpu_s: float
 
 
-def no_velocity() -> gymnasium.Env[Any, Any]:
-    """CartPole-v1 of which only the positions are seen."""
-    env = gymnasium.make("CartPole-v1")
-    full = env.observation_space
-    assert isinstance(full, spaces.Box)
-    seen = [0, 2]
-    space = spaces.Box(full.low[seen], full.high[seen], dtype=np.float32)
-    return TransformObservation(env, lambda obs: obs[seen], space)
+class Curve:
+    """What is seen of a run: the mean score of the latest episodes after each update, and how old data were.
 
+    Attributes:
+        lags: Trained decisions by versions behind.
+        masked: Decisions that were too old, as a part of those that were trained.
+    """
 
-def zoo_cartpole(updates: int, seed: int) -> PPOConfig:
-    """rl-baselines3-zoo, hyperparams/ppo.yml: 8 environments, 32 steps each per update."""
-    return PPOConfig(
-        batch_size=256,
-        minibatch_size=256,
-        epochs=20,
-        learning_rate=1e-3,
-        gamma=0.98,
-        gae_lambda=0.8,
-        clip_range=0.2,
-        normalize_return=False,
-        anneal_updates=updates,
-        seed=seed,
-    )
+    def __init__(self, gate: Gate) -> None:
+        self.lags: Counter[int] = Counter()
+        self.masked = 0.0
+        self._gate = gate
+        self._latest: deque[float] = deque(maxlen=gate.latest)
+        self._points: list[tuple[int, float]] = []
 
+    def add(self, decisions: int, episodes: Iterable[Episode | sb3.Finished]) -> None:
+        """Take what has ended by the update that made it so many trained decisions."""
+        for episode in episodes:
+            self._latest.append(float(bool(episode.success)) if self._gate.success else episode.total_reward)
+        if self._latest:
+            self._points.append((decisions, float(np.mean(self._latest))))
 
-def zoo_no_velocity(updates: int, seed: int) -> PPOConfig:
-    """The same in hyperparams/ppo_lstm.yml; the zoo's published policy was trained with all normalised."""
-    return replace(zoo_cartpole(updates, seed), normalize_return=True)
+    @property
+    def area(self) -> float:
+        return float(np.mean([mean for _, mean in self._points])) if self._points else 0.0
 
-
-def cleanrl_continuous(updates: int, seed: int) -> PPOConfig:
-    """CleanRL, ppo_continuous_action.py, with 8 environments of 256 steps per update and not one of 2048."""
-    return PPOConfig(
-        batch_size=2048,
-        minibatch_size=64,
-        epochs=10,
-        learning_rate=3e-4,
-        gamma=0.99,
-        gae_lambda=0.95,
-        clip_range=0.2,
-        anneal_updates=updates,
-        seed=seed,
-    )
-
-
-GATES = {
-    "cartpole": Gate("CartPole-v1", 8, 100_000, 475.0, False, zoo_cartpole, area=True),
-    "pendulum": Gate("InvertedPendulum-v5", 8, 150_000, 950.0, True, cleanrl_continuous),
-    "recurrent": Gate(no_velocity, 8, 100_000, 400.0, True, zoo_no_velocity, memory_size=64, full=True),
-    "reacher": Gate("Reacher-v5", 8, 300_000, -6.0, True, cleanrl_continuous, full=True),
-    "halfcheetah": Gate("HalfCheetah-v5", 8, 1_000_000, 1442.0, True, cleanrl_continuous, full=True),
-}
+    @property
+    def reached(self) -> int | None:
+        bar = self._gate.bar
+        return next((decisions for decisions, mean in self._points if bar is not None and mean >= bar), None)
 
 
 def machine(seed: int) -> VirtualMachine:
@@ -145,96 +140,172 @@ def machine(seed: int) -> VirtualMachine:
     )
 
 
-def run_job(job: Job) -> dict[str, Any]:
-    """Train in virtual time, on one core."""
+def run_job(job: Job) -> Outcome:
+    """Train on one core, ours in virtual time, and evaluate greedily."""
     torch.set_num_threads(1)
-    began, gate = time.process_time(), GATES[job.gate]
-    policy = default_policy(
-        env_spec(gate.env), memory_size=gate.memory_size, normalize=gate.normalize_obs, seed=job.seed
+    began, gate, specs, curve = time.process_time(), job.task, job.task.specs(), Curve(job.task)
+    if job.max_lag is None:
+        policy = train_sb3(gate, specs[0], job.seed, curve)
+    else:
+        policy = run_virtual(train(gate, specs, job.seed, job.max_lag, curve))
+    score, task_scores = run_virtual(judge_greedily(gate, specs, policy, job.seed))
+    return Outcome(
+        seed=job.seed,
+        score=score,
+        task_scores=task_scores,
+        area=curve.area,
+        decisions_to_score=curve.reached,
+        lag_mean=sum(lag * num for lag, num in curve.lags.items()) / max(1, curve.lags.total()),
+        lag_max=max((lag for lag, num in curve.lags.items() if num), default=0),
+        masked=curve.masked,
+        cpu_s=time.process_time() - began,
     )
-    run = run_virtual(train(gate, policy, job))
-    return {**run, "max_lag": job.max_lag, "seed": job.seed, "cpu_s": time.process_time() - began}
 
 
-async def train(gate: Gate, policy: TorchPolicy, job: Job) -> dict[str, Any]:
-    """Train, then evaluate greedily."""
-    spec, seed = env_spec(gate.env), job.seed
-    updates = max(1, job.steps // gate.config(1, seed).batch_size)
-    counts: Counter[int] = Counter()
-    latest: deque[float] = deque(maxlen=LATEST)
-    curve: list[tuple[int, float]] = []
+async def train(gate: Gate, specs: Sequence[EnvSpec], seed: int, max_lag: int, curve: Curve) -> TorchPolicy:
+    """Train with EBRL."""
+    policy = default_policy(specs[0], memory_size=gate.memory_size, normalize=gate.normalize_obs, seed=seed)
     async with Runtime(machine(seed), seed=seed) as rt:
         gen = rt.start(Generator(policy))
-        envs = rt.start(EnvGroup(spec, actor=gen, count=gate.num_envs))
-        learner = PPO(policy, gate.config(updates, seed))
-        async for report in rt.start(Trainer(envs, learner, updates=updates, max_lag=job.max_lag)):
-            counts.update(dict(enumerate(report.lag_counts)))
-            latest.extend(episode.total_reward for episode in report.episodes)
-            if latest:
-                curve.append((report.env_steps, float(np.mean(latest))))
-        masked = report.dropped.get("masked", 0) / (report.update * report.num_decisions)
+        envs = rt.start(EnvGroup(specs, actor=gen, count=gate.num_envs))
+        learner = PPO(policy, gate.config(gate.updates, seed))
+        async for report in rt.start(Trainer(envs, learner, updates=gate.updates, max_lag=max_lag)):
+            trained = report.update * report.num_decisions
+            curve.add(trained, report.episodes)
+            curve.lags.update(dict(enumerate(report.lag_counts)))
+            curve.masked = report.dropped.get("masked", 0) / trained
+    return policy
+
+
+def train_sb3(gate: Gate, spec: EnvSpec, seed: int, curve: Curve) -> TorchPolicy:
+    """Train with Stable-Baselines3."""
+    config = gate.config(gate.updates, seed)
+    model = sb3.Reference(spec, config, num_envs=gate.num_envs, normalize_obs=gate.normalize_obs, seed=seed)
+
+    def on_update(update: int) -> None:
+        curve.add(update * config.batch_size, model.finished)
+        model.finished.clear()
+
+    model.learn(gate.updates, on_update)
+    model.close()
+    return model.policy()
+
+
+async def judge_greedily(
+    gate: Gate, specs: Sequence[EnvSpec], policy: TorchPolicy, seed: int
+) -> tuple[float, dict[str, float]]:
+    """Return the score, and that of each task."""
     async with Runtime(machine(seed), seed=seed) as rt:
         gen = rt.start(Generator(policy, deterministic=True))
-        envs = rt.start(EnvGroup(spec, actor=gen, count=gate.num_envs))
-        result = await evaluate(envs, range(10_000, 10_000 + EVAL_EPISODES))
-    reached = [steps for steps, mean in curve if mean >= gate.bar]
-    return {
-        "greedy_return": result.mean_return,
-        "area": float(np.mean([mean for _, mean in curve])) if curve else 0.0,
-        "steps_to_score": reached[0] if reached else None,
-        "lag_mean": sum(lag * num for lag, num in counts.items()) / counts.total(),
-        "lag_max": max(lag for lag, num in counts.items() if num),
-        "masked": masked,
-        "updates": updates,
-    }
+        envs = rt.start(EnvGroup(specs, actor=gen, count=gate.num_envs))
+        found = await evaluate(envs, range(EVAL_SEED, EVAL_SEED + gate.episodes))
+    if gate.success:
+        return found.success_rate, found.task_success_rates
+    return found.mean_return, found.task_returns
 
 
 def jobs_of(name: str, args: argparse.Namespace) -> list[Job]:
     """Return the runs of a gate."""
-    gate = GATES[name]
-    if args.smoke:
-        return [Job(name, max_lag, args.seed, 2_000) for max_lag in LAGS[:2]]
-    seeds = range(args.seed, args.seed + (AREA_SEEDS if gate.area else SEEDS))
-    return [Job(name, max_lag, seed, gate.steps) for max_lag in LAGS for seed in seeds]
+    gate = (SMOKE if args.smoke else GATES)[name]
+    systems: list[int | None] = [*gate.lags[:2]] if args.smoke else [*gate.lags]
+    num = COMPARED_SEEDS if gate.area or (args.full and gate.peer) else gate.seeds
+    if args.full and gate.peer:
+        systems.append(None)
+    seeds = range(args.seed, args.seed + (1 if args.smoke else num))
+    return [Job(name, system, seed, args.smoke) for system in systems for seed in seeds]
 
 
-def judge(name: str, runs: Sequence[dict[str, Any]]) -> tuple[list[Check], dict[str, Any]]:
-    """Return the bars of a gate, and its numbers."""
-    gate, checks, data, areas = GATES[name], [], {}, {}
-    for max_lag in LAGS:
-        mine = [run for run in runs if run["max_lag"] == max_lag]
-        if not mine:
+def judge(gate: Gate, results: Sequence[tuple[Job, Outcome]]) -> tuple[list[Check], dict[str, Any]]:
+    """Print the numbers of a gate; return its bars, and the numbers."""
+    checks, data = list[Check](), dict[str, Any]()
+    areas = dict[int, float]()
+    for system in dict.fromkeys(job.system for job, _ in results):
+        runs = [run for job, run in results if job.system == system]
+        job = next(job for job, _ in results if job.system == system)
+        label = f"{job.gate} {system}"
+        data[f"{job.gate} {system}"] = numbers = summary(runs, job.seed)
+        print(describe(label, gate, runs, numbers))
+        if job.max_lag is None:
             continue
-        scores, areas[max_lag] = [run["greedy_return"] for run in mine], np.mean([run["area"] for run in mine])
-        steps = [run["steps_to_score"] for run in mine if run["steps_to_score"] is not None]
-        label = f"{name} max_lag {max_lag}"
-        print(
-            f"{label}: greedy return {show(spread(scores))}, area {areas[max_lag]:.4g}, steps to score "
-            f"{show(spread(steps)) if steps else 'never'} ({len(steps)} of {len(mine)}), lag mean "
-            f"{np.mean([run['lag_mean'] for run in mine]):.2f} max {max(run['lag_max'] for run in mine)}, "
-            f"masked {np.mean([run['masked'] for run in mine]):.2%}"
-        )
-        checks.append(at_least(f"{label}: lowest greedy return of {SEEDS}", min(scores[:SEEDS]), gate.bar))
-        checks.append(at_most(f"{label}: highest lag", max(run["lag_max"] for run in mine), max_lag))
-        if gate.area and max_lag:
-            ratio = float(areas[max_lag] / areas[0])
-            checks.append(at_least(f"{label}: area over that at lag 0, {len(mine)} seeds", ratio, AREA))
-        data[f"{name}-lag-{max_lag}"] = {"greedy_return": spread(scores), "runs": mine}
+        areas[job.max_lag] = float(np.mean([run.area for run in runs]))
+        counted = runs[: gate.seeds]
+        if gate.bar is not None:
+            lowest = min(run.score for run in counted)
+            checks.append(at_least(f"{label}: lowest score of {len(counted)}", lowest, gate.bar))
+        checks.append(at_most(f"{label}: highest lag", max(run.lag_max for run in runs), job.max_lag))
+        if gate.area and job.max_lag:
+            ratio = areas[job.max_lag] / areas[0]
+            checks.append(at_least(f"{label}: area over that at lag 0, {len(runs)} seeds", ratio, AREA))
     return checks, data
+
+
+def summary(runs: Sequence[Outcome], seed: int) -> dict[str, Any]:
+    """Return what is kept of the runs of one system."""
+    scores, areas = [run.score for run in runs], [run.area for run in runs]
+    return {
+        "score": spread(scores),
+        "score_iqm": interval(scores, interquartile_mean, seed),
+        "area_iqm": interval(areas, interquartile_mean, seed),
+        "runs": [asdict(run) for run in runs],
+    }
+
+
+def describe(label: str, gate: Gate, runs: Sequence[Outcome], numbers: dict[str, Any]) -> str:
+    """Return a line, and one for each task where there are several."""
+    steps = [run.decisions_to_score for run in runs if run.decisions_to_score is not None]
+    scored = f"{show(spread(steps)) if steps else 'never'} ({len(steps)} of {len(runs)})"
+    lags = f"lag mean {np.mean([run.lag_mean for run in runs]):.2f} max {max(run.lag_max for run in runs)}"
+    text = (
+        f"{label}: greedy {'success' if gate.success else 'return'} {show(numbers['score'])}, "
+        f"area {np.mean([run.area for run in runs]):.4g}, decisions to score {scored}, {lags}, "
+        f"masked {np.mean([run.masked for run in runs]):.2%}, CPU {show(spread([run.cpu_s for run in runs]), ' s')}"
+    )
+    if len(runs) >= COMPARED_SEEDS:
+        text += f"\n  interquartile means of {len(runs)}:"
+        for name in ("score", "area"):
+            mean = numbers[f"{name}_iqm"]
+            text += f" {name} {mean['value']:.4g} [{mean['low']:.4g} .. {mean['high']:.4g}]"
+    if len(runs[0].task_scores) > 1:
+        for task in runs[0].task_scores:
+            text += f"\n  {task}: {show(spread([run.task_scores[task] for run in runs]))}"
+    return text
+
+
+def names(args: argparse.Namespace) -> list[str]:
+    """Return the gates that are asked for; look whether they can be run, before a long run.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    table = SMOKE if args.smoke else GATES
+    wanted = [
+        name
+        for name, gate in table.items()
+        if args.only == name or (args.only is None and (args.full or args.smoke or not gate.full))
+    ]
+    if args.full:
+        sb3.require()
+    for name in wanted:
+        table[name].specs()
+    return wanted
 
 
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--only", choices=sorted(GATES), help="one gate instead of all")
-    made.add_argument("--full", action="store_true", help="those too that take longer")
+    made.add_argument("--full", action="store_true", help="those too that take longer, and Stable-Baselines3")
     args = made.parse_args()
-    checks: list[Check] = []
-    data: dict[str, Any] = {}
-    names = [n for n, gate in GATES.items() if args.only == n or (args.only is None and (args.full or not gate.full))]
-    jobs = [job for name in names for job in jobs_of(name, args)]
-    runs = on_all_cores(run_job, jobs)
-    for name in names:
-        more, numbers = judge(name, [run for job, run in zip(jobs, runs, strict=True) if job.gate == name])
+    try:
+        wanted = names(args)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    jobs = [job for name in wanted for job in jobs_of(name, args)]
+    outcomes = list(zip(jobs, on_all_cores(run_job, jobs), strict=True))
+    checks, data = list[Check](), dict[str, Any]()
+    for name in wanted:
+        results = [(job, run) for job, run in outcomes if job.gate == name]
+        more, numbers = judge(results[0][0].task, results)
         checks += more
         data |= numbers
     return finish("gates", args, checks, data)

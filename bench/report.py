@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,24 @@ def finish(bench: str, args: argparse.Namespace, checks: Sequence[Check], data: 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median and range."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "num": len(values)}
+
+
+def interquartile_mean(values: Sequence[float]) -> float:
+    """Return the mean without the lowest and the highest quarter, of five without one each (as in rliable)."""
+    cut = len(values) // 4
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+
+
+def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int) -> dict[str, float]:
+    """Return a statistic with its 95 % interval, a percentile bootstrap over the values.
+
+    Example:
+        >>> interval([1.0, 1.0, 1.0], statistics.fmean, 0)
+        {'value': 1.0, 'low': 1.0, 'high': 1.0}
+    """
+    drawn = np.random.default_rng(seed).choice(np.asarray(values), (2000, len(values)))
+    low, high = np.quantile([statistic(row.tolist()) for row in drawn], [0.025, 0.975])
+    return {"value": statistic(values), "low": float(low), "high": float(high)}
 
 
 def show(numbers: dict[str, float], unit: str = "") -> str:

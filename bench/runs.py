@@ -30,6 +30,7 @@ T = TypeVar("T")
 PATIENT_S = 1e4  # a fixed threshold waits for its requests
 MANY = 50  # runs that may take long enough for somebody to wonder
 TELL_EVERY_S = 10.0
+OURS = ("ebrl", "greedy", "fixed:T")
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,6 @@ def load(job: Job) -> Workload:
     return workload.scaled(job.changes) if job.changes else workload
 
 
-OURS = ("ebrl", "greedy", "fixed:T")
-
-
 def pinned(scheduler: str, num_units: int) -> Batcher | None:
     """Return the fixed rule of a scheduler that is EBRL's; None: the tuner's."""
     if scheduler == "ebrl":
@@ -135,8 +133,7 @@ def pinned(scheduler: str, num_units: int) -> Batcher | None:
         raise ConfigError(
             f"{scheduler!r} is not of the form fixed:T, with T from 1 to {num_units}, the units there are"
         )
-    threshold = int(number)
-    return Batcher(threshold, max_size=max(threshold, num_units), max_wait_s=PATIENT_S)
+    return Batcher(int(number), max_size=num_units, max_wait_s=PATIENT_S)
 
 
 def check_scheduler(text: str) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ebrl.sim.group import EnvGroup
     from ebrl.sim.programs import rollout
     from ebrl.sim.spec import env_spec, env_specs
+    from ebrl.train.checkpoint import Checkpoint, Checkpointer
     from ebrl.train.evaluate import evaluate
     from ebrl.train.grpo import GRPO, GRPOConfig
     from ebrl.train.ppo import PPO, PPOConfig
@@ -43,6 +44,8 @@ _HOMES = {
     "BatchService": "gen.service",
     "Batcher": "gen.batcher",
     "CategoricalPolicy": "gen.policies.categorical",
+    "Checkpoint": "train.checkpoint",
+    "Checkpointer": "train.checkpoint",
     "Deadlock": "core.errors",
     "EbrlError": "core.errors",
     "EnvContext": "sim.context",
@@ -82,6 +85,8 @@ __all__ = [
     "BatchService",
     "Batcher",
     "CategoricalPolicy",
+    "Checkpoint",
+    "Checkpointer",
     "Deadlock",
     "EbrlError",
     "EnvContext",

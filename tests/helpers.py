@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -335,6 +336,14 @@ def assert_sound(ledger: Ledger) -> None:
     assert ledger.balanced, ledger
     places = (ledger.started, ledger.trained, ledger.buffered, ledger.parked, ledger.in_flight)
     assert min(places) >= 0, ledger
+
+
+def the_failure(main: Coroutine[Any, Any, Any]) -> BaseException:
+    """Run a program that must fail in virtual time, and return the one error that it ends with."""
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtual(main)
+    (error,) = leaves(caught.value)
+    return error
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,34 @@ GREEDY = Batching(1, 256, 0.01)
 FEW_MOVES = 3  # in any minute of one regime
 
 
+class Tuned(ABC):
+    """What a tuner looks at and turns."""
+
+    now_s: float
+
+    @abstractmethod
+    def advance(self, seconds: float) -> None: ...
+
+    @abstractmethod
+    def reading(self) -> Reading: ...
+
+    @abstractmethod
+    def turn(self, move: Move) -> None: ...
+
+    def run(self, tuner: Tuner, seconds: float) -> list[Move]:
+        """Let the tuner look whenever it wants to."""
+        until_s, moves = self.now_s + seconds, []
+        while self.now_s < until_s:
+            self.advance(tuner.look_s)
+            move = tuner.decide(self.reading())
+            if move is not None:
+                self.turn(move)
+                moves.append(move)
+        return moves
+
+
 @dataclass
-class Plant:
+class Plant(Tuned):
     """A generator and its environments as numbers, which do what the model says times `surprise`.
 
     Attributes:
@@ -113,20 +140,9 @@ class Plant:
         assert move.old == self.batching
         self.batching = move.new
 
-    def run(self, tuner: Tuner, seconds: float) -> list[Move]:
-        """Let the tuner look whenever it wants to."""
-        until_s, moves = self.now_s + seconds, []
-        while self.now_s < until_s:
-            self.advance(tuner.look_s)
-            move = tuner.decide(self.reading())
-            if move is not None:
-                self.turn(move)
-                moves.append(move)
-        return moves
-
 
 @dataclass
-class Crowd:
+class Crowd(Tuned):
     """Simulators that take all cores, a core each, while generation takes next to nothing.
 
     Attributes:
@@ -179,17 +195,9 @@ class Crowd:
         cores = (CoreReading("sim", self.num_cores / 2, self.busy_s, self.ceiling),)
         return Reading(self.now_s, (gen,), (sim,), num_cores=self.num_cores, cores=cores, pinned=self.pinned)
 
-    def run(self, tuner: Tuner, seconds: float) -> list[Move]:
-        """Let the tuner look whenever it wants to."""
-        until_s, moves = self.now_s + seconds, []
-        while self.now_s < until_s:
-            self.advance(tuner.look_s)
-            move = tuner.decide(self.reading())
-            if move is not None:
-                assert (move.service, move.knob, move.old) == ("machine", "concurrency", self.ceiling)
-                self.ceiling = move.new
-                moves.append(move)
-        return moves
+    def turn(self, move: Move) -> None:
+        assert (move.service, move.knob, move.old) == ("machine", "concurrency", self.ceiling)
+        self.ceiling = move.new
 
 
 def warm(plant: Plant, seconds: float = 5.0) -> tuple[Tuner, Reading]:

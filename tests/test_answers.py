@@ -14,12 +14,11 @@ from torch import Tensor
 from ebrl.core.errors import ConfigError, PolicyError
 from ebrl.core.protocols import PolicyOut
 from ebrl.core.runtime import Runtime
-from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.sim.group import EnvGroup
-from tests.helpers import leaves, scripted_spec
+from tests.helpers import scripted_spec, the_failure
 
 
 class Reshaped(ScriptedPolicy):
@@ -55,9 +54,7 @@ def test_a_run_refuses_answers_of_a_wrong_form(name: str, change: Callable[[Tens
             envs.open_training(10, max_lag=1)
             await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(BaseExceptionGroup) as caught:
-        run_virtual(main())
-    (error,) = leaves(caught.value)
+    error = the_failure(main())
     assert isinstance(error, PolicyError)
     assert re.search(f"the policy failed for env 0 .*: {message}.*; see ebrl.check_policy", str(error))
 

@@ -25,7 +25,7 @@ from ebrl.train.evaluate import evaluate
 from ebrl.train.fake import ScriptedLearner
 from ebrl.train.ppo import PPO, PPOConfig
 from ebrl.train.trainer import Trainer
-from tests.helpers import RecordingLearner, leaves, next_segments, scripted_spec
+from tests.helpers import RecordingLearner, next_segments, scripted_spec, the_failure
 
 LENGTHS = scripted_spec(length=lambda rng: 3 + int(rng.integers(10)))
 CONFIG = PPOConfig(batch_size=24, minibatch_size=8, epochs=2)
@@ -140,9 +140,7 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:
             envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=5))
             rt.start(Trainer(envs, RecordingLearner(policy, 12), updates=1, max_lag=0))
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtual(main())
-    (error,) = leaves(caught.value)
+    error = the_failure(main())
     assert isinstance(error, ConfigError)
     assert "share a batch equally: batch_size 12 is no multiple of 5 environments" in str(error)
 

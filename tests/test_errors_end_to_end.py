@@ -5,13 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,8 +30,9 @@ from ebrl.sim.context import EnvContext
 from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
 from ebrl.sim.group import EnvGroup, EnvProgram
 from ebrl.sim.programs import rollout
+from ebrl.train.checkpoint import load
 from ebrl.train.trainer import Trainer
-from tests.helpers import ROOT, RecordingLearner, leaves, scripted_spec
+from tests.helpers import RecordingLearner, leaves, scripted_spec
 
 SMALL = ["--num-envs", "4", "--ppo.batch-size", "32", "--ppo.minibatch-size", "16", "--ppo.epochs", "1"]
 
@@ -177,13 +171,15 @@ def test_a_folder_that_cannot_be_made_is_one_line(command: Command) -> None:
 
 def assert_whole(folder: Path) -> None:
     """Nothing in the folder of a run is half-written."""
-    assert {path.suffix for path in folder.iterdir()} <= {".json", ".jsonl", ".safetensors"} | {
+    assert {path.suffix for path in folder.iterdir() if path.is_file()} <= {".json", ".jsonl", ".safetensors"} | {
         path.suffix for path in folder.glob("events.*")
     }
     assert json.loads((folder / "config.json").read_text())["env"]
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         assert json.loads(line)["update"] >= 1
     assert np.isfinite(np.concatenate([x.ravel() for x in load_file(folder / "policy.safetensors").values()])).all()
+    for path in folder.glob("checkpoints/*"):
+        assert load(path).update >= 1
 
 
 @pytest.mark.parametrize("num_envs", ["1", "4"])
@@ -241,101 +237,6 @@ def test_what_is_no_run_cannot_be_evaluated(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, "\n".join(lines)
     assert str(folder) in lines[0]
-
-
-# Ctrl-C.
-
-CODE = """
-import sys
-from ebrl.cli import main
-print("ready", flush=True)
-sys.exit(main(sys.argv[1:]))
-"""
-PATIENCE_S = 30.0
-
-
-def start(folder: Path) -> subprocess.Popen[str]:
-    args = ["train", "--env", "CartPole-v1", *SMALL, "--updates", "1000000", "--run-dir", str(folder)]
-    return subprocess.Popen(
-        [sys.executable, "-c", CODE, *args],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def interrupt(process: subprocess.Popen[str]) -> list[str]:
-    """Press Ctrl-C, and return what the process wrote on stderr."""
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    try:
-        _, err = process.communicate(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise
-    assert time.monotonic() - began < 2.0
-    assert process.returncode == 130, err
-    return err.splitlines()
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_what_was_learned_and_ends_within_two_seconds(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(folder)
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + PATIENCE_S
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):  # it is another process
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert interrupt(process) == ["interrupted"]
-    assert_whole(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.05, 0.3, 0.7, 1.1, 1.5])
-def test_ctrl_c_while_a_run_starts_ends_it(delay_s: float, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(folder)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(delay_s)
-    assert interrupt(process) == ["interrupted"]
-    if folder.exists():
-        assert json.loads((folder / "config.json").read_text())
-        assert load_file(folder / "policy.safetensors")
-
-
-def interrupted_in_a_callback(args: object) -> int:
-    """Press Ctrl-C where the interpreter forgets it: in the callback of a weak reference, as imports have many."""
-    pressed = []
-
-    class Thing:
-        pass
-
-    def callback(_: object) -> None:
-        pressed.append(True)
-        signal.raise_signal(signal.SIGINT)
-
-    thing = Thing()
-    reference = weakref.ref(thing, callback)
-    del thing
-    assert pressed
-    assert reference() is None
-    threading.Event().wait(PATIENCE_S)
-    return 0
-
-
-def test_a_ctrl_c_that_python_forgets_arrives_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = sys.unraisablehook
-    monkeypatch.setattr("ebrl.cli._dispatch", interrupted_in_a_callback)
-    assert main([]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-    assert sys.unraisablehook is before
 
 
 # In the library.

@@ -33,7 +33,7 @@ from ebrl.train.advantages import group_advantages
 from ebrl.train.assemble import Dropped
 from ebrl.train.groups import FUTILE, Groups
 from ebrl.train.trainer import Trainer
-from tests.helpers import Stage, assert_sound, leaves, make_segment, scripted_spec, training, virtually
+from tests.helpers import Stage, assert_sound, make_segment, scripted_spec, the_failure, training, virtually
 from tests.test_asynchrony import OneSlowLane, chaos, exponential, one_second, with_stragglers
 
 SPEC = scripted_spec(length=lambda rng: int(rng.integers(3, 20)))
@@ -463,9 +463,7 @@ def test_groups_that_cannot_work(options: dict[str, Any], message: str) -> None:
         async with training(SPEC, rule=ALL, count=4, **options):
             pass
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtual(main())
-    (error,) = leaves(caught.value)
+    error = the_failure(main())
     assert isinstance(error, ConfigError)
     assert message in str(error)
 

@@ -130,14 +130,14 @@ def waiting_in(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CallTimes, "cpu_part", lambda self: part)
 
 
-def watched(seconds: float, **runtime: Any) -> tuple[list[tuple[float, float]], tuple[Move, ...]]:
-    """Return all calls of 16 simulators on four cores, and the moves of concurrency."""
+def watched(seconds: float, num_cores: int = 4, **runtime: Any) -> tuple[list[tuple[float, float]], tuple[Move, ...]]:
+    """Return all calls of 16 simulators, and the moves of concurrency."""
     calls: list[tuple[float, float]] = []
 
     async def main() -> tuple[Move, ...]:
         spec = scripted_spec(make=lambda: Watched(calls, 0.01))
         laws = Laws(fixed_s=5e-4, per_request_s=1e-5)
-        machine = VirtualMachine({"gen": laws.gen}, num_cores=4)
+        machine = VirtualMachine({"gen": laws.gen}, num_cores=num_cores)
         async with rig(laws, 16, machine=machine, spec=spec, runtime=runtime) as r:
             await asyncio.sleep(seconds)
             return r.moves
@@ -152,11 +152,21 @@ def test_fewer_simulators_are_tried_where_they_wait_and_all_run_again_where_that
 ) -> None:
     waiting_in(0.3, monkeypatch)
     calls, moves = watched(10)
-    assert [(move.old, move.new) for move in moves] == [(4, 1), (1, 4)]
+    assert [(move.old, move.new) for move in moves] == [(4, 2), (2, 4)]
     began_s, ended_s = (move.time_s for move in moves)
     assert at_once(calls, 0, began_s) == 4
-    assert at_once(calls, began_s + 0.01, ended_s - 0.01) == 1, "but for those that ran when it was turned"
+    assert at_once(calls, began_s + 0.01, ended_s - 0.01) == 2, "but for those that ran when it was turned"
     assert at_once(calls, ended_s + 0.1) == 4
+    assert "taken back" in moves[1].reason
+
+
+@pytest.mark.slow
+def test_a_trial_of_fewer_ends_by_its_judgement_and_no_new_regime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulators that sleep answer later where fewer may run: that is what was turned, and nothing else."""
+    waiting_in(0.0, monkeypatch)
+    _, moves = watched(20, num_cores=16)
+    assert [(move.old, move.new) for move in moves] == [(16, 8), (8, 16)]
+    assert moves[1].time_s - moves[0].time_s < 3
     assert "taken back" in moves[1].reason
 
 

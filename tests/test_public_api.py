@@ -15,6 +15,8 @@ NAMES = [
     "BatchService",
     "Batcher",
     "CategoricalPolicy",
+    "Checkpoint",
+    "Checkpointer",
     "Deadlock",
     "EbrlError",
     "EnvContext",

@@ -80,7 +80,7 @@ class NoValue(ScriptedPolicy):
 
 
 @pytest.mark.parametrize(
-    ("policy", "message"), [(TooFew(SPEC), "for 3 observations"), (NoValue(SPEC), "a value that is not finite")]
+    ("policy", "message"), [(TooFew(SPEC), "B, H = (3, "), (NoValue(SPEC), "a value that is not finite")]
 )
 def test_a_policy_whose_rows_are_of_no_use_ends_the_run(policy: ScriptedPolicy, message: str) -> None:
     @virtually

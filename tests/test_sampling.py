@@ -14,7 +14,7 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.records import TrainBatch, UpdateReport
 from ebrl.core.virtual import run_virtual
 from ebrl.train.sampling import BOUNDS, Sampling, count, share_metrics, task_weights, weighted
-from tests.helpers import leaves, make_segment, scripted_spec, training, virtually
+from tests.helpers import make_segment, scripted_spec, the_failure, training, virtually
 from tests.test_tasks import slow_machine
 
 UNBOUNDED = (0.0, np.inf)
@@ -148,8 +148,6 @@ def test_samplings_that_cannot_work(options: dict[str, Any], message: str) -> No
         async with training(TASKS, **{"count": 4, "sampling": "quota", **options}):
             pass
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtual(main())
-    (error,) = leaves(caught.value)
+    error = the_failure(main())
     assert isinstance(error, ConfigError)
     assert message in str(error)

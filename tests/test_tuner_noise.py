@@ -102,11 +102,14 @@ def test_a_lane_that_does_not_pay_is_taken_back_with_its_rule() -> None:
 # Simulators that wait for one another, or that sleep.
 
 
+HALVES = [(8, 4), (4, 2), (2, 1)]
+
+
 def test_fewer_simulators_at_once_are_kept_where_the_rate_stays() -> None:
     crowd, tuner = Crowd(lock=True), Tuner()
     rate = crowd.rate
     moves = crowd.run(tuner, 300)
-    assert [(move.old, move.new) for move in moves] == [(8, 1)]
+    assert [(move.old, move.new) for move in moves] == HALVES
     assert "wait for one another" in str(moves[0])
     assert crowd.rate == rate
 
@@ -114,7 +117,7 @@ def test_fewer_simulators_at_once_are_kept_where_the_rate_stays() -> None:
 def test_fewer_simulators_at_once_are_taken_back_where_the_rate_drops() -> None:
     crowd, tuner = Crowd(lock=False), Tuner()
     moves = crowd.run(tuner, 300)
-    assert [(move.old, move.new) for move in moves] == 3 * [(8, 1), (1, 8)]
+    assert [(move.old, move.new) for move in moves] == 3 * [(8, 4), (4, 8)]
     there, back = moves[0::2], moves[1::2]
     assert all("taken back" in move.reason for move in back)
     waits_s = [after.time_s - before.time_s for before, after in zip(back, there[1:], strict=False)]
@@ -135,7 +138,7 @@ def test_all_run_again_when_they_take_other_times() -> None:
     assert crowd.ceiling == 1
     crowd.lock, crowd.sleep_s = False, 0.1
     moves = crowd.run(tuner, REFUSED_S)
-    assert [(move.old, move.new) for move in moves] == [(1, 8), (8, 1), (1, 8)], "tried once more, and taken back"
+    assert [(move.old, move.new) for move in moves] == [(1, 8), (8, 4), (4, 8)], "tried once more, and taken back"
     assert "chosen for others" in moves[0].reason
     assert "taken back" in moves[2].reason
 
@@ -153,7 +156,8 @@ def test_all_run_again_when_others_come_and_not_when_old_ones_come_and_go() -> N
             if move is not None:
                 crowd.ceiling = move.new
                 moves.append((move.old, move.new))
-        assert moves[:2] == ([(8, 1)] if known else [(8, 1), (1, 8)])
+        assert moves[:3] == HALVES
+        assert moves[3:4] == ([] if known else [(1, 8)])
 
 
 def test_a_number_that_is_pinned_stays() -> None:

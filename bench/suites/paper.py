@@ -19,8 +19,8 @@ Calibration: RLinf's asynchronous over its synchronous mode (published: 1.11 to 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from statistics import geometric_mean
 from typing import TypeAlias
 
 from bench import baselines
@@ -136,9 +136,8 @@ def attainable(workload: Workload) -> bool:
 def verdict(found: Found, ratios: dict[Case, float]) -> tuple[list[Check], dict[str, object]]:
     """Return the bars of the comparison."""
     values = list(ratios.values())
-    mean = math.exp(sum(map(math.log, values)) / len(values))
     checks = [
-        at_least("geometric mean: ebrl / RLinf's best mode", mean, 1.5),
+        at_least("geometric mean: ebrl / RLinf's best mode", geometric_mean(values), 1.5),
         at_least("lowest: ebrl / RLinf's best mode", min(values), 1.0),
     ]
     theirs = [ratio(outcomes, RLVLA3[:1]) for outcomes in found.values() if RLVLA3[0] in outcomes]
@@ -169,9 +168,13 @@ def summary(found: Found) -> list[str]:
     ):
         values = [ratio(outcomes, families) for outcomes in found.values() if families[0] in outcomes]
         if values:
-            mean = math.exp(sum(map(math.log, values)) / len(values))
-            lines.append(f"ebrl / {label}: {min(values):.2f} .. {mean:.2f} (geometric mean) .. {max(values):.2f}")
+            lines.append(f"ebrl / {label}: {spread(values)}")
     return lines
+
+
+def spread(values: Collection[float]) -> str:
+    """Return lowest, mean and highest ratio as text."""
+    return f"{min(values):.2f} .. {geometric_mean(values):.2f} (geometric mean) .. {max(values):.2f}"
 
 
 def line(found: dict[str, Outcome]) -> str:
@@ -231,10 +234,11 @@ def without_training(found: Found, seed: int) -> tuple[dict[str, float], list[st
         speeds = [(o.job.scheduler == "ebrl", o.speed) for o in outcomes if o.job.workload[1:] == case]
         theirs = max(speed for ours, speed in speeds if not ours)
         ratios["+".join(case[:2])] = next(speed for ours, speed in speeds if ours) / theirs
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-    spread = f"{min(ratios.values()):.2f} .. {mean:.2f} (geometric mean) .. {max(ratios.values()):.2f}"
     text = ", ".join(f"{name} {value:.2f}" for name, value in ratios.items())
-    return ratios, [f"rollouts alone (updates that cost nothing): ebrl / RLinf's best mode: {spread}", f"    {text}"]
+    return ratios, [
+        f"rollouts alone (updates that cost nothing): ebrl / RLinf's best mode: {spread(ratios.values())}",
+        f"    {text}",
+    ]
 
 
 def calibration(found: Found) -> list[str]:

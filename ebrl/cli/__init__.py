@@ -56,13 +56,14 @@ def command() -> NoReturn:
 
 
 def _dispatch(args: Sequence[str] | None) -> int:
-    import tyro  # slow to import; not needed to import the package
+    with _interrupts_end_at_once():
+        import tyro  # slow to import; not needed to import the package
 
-    from ebrl.cli.config import EvalConfig, ProbeConfig, ReplayConfig, TrainConfig
-    from ebrl.cli.eval import eval_run
-    from ebrl.cli.probe import probe
-    from ebrl.cli.replay import replay_run
-    from ebrl.cli.train import train
+        from ebrl.cli.config import EvalConfig, ProbeConfig, ReplayConfig, TrainConfig
+        from ebrl.cli.eval import eval_run
+        from ebrl.cli.probe import probe
+        from ebrl.cli.replay import replay_run
+        from ebrl.cli.train import train
 
     commands: dict[str, Callable[..., Any]] = {
         "train": TrainConfig,
@@ -107,6 +108,28 @@ def _interrupts_arrive() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
+
+
+@contextlib.contextmanager
+def _interrupts_end_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process: while libraries are imported nothing has begun that would have to be ended well.
+
+    Some of them, torch among them, turn a KeyboardInterrupt that comes meanwhile into an error of their own.
+    """
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, b"interrupted\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # somebody else answers for it
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _leaves(group: BaseExceptionGroup[EbrlError]) -> Iterator[EbrlError]:

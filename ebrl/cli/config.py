@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ class TrainConfig:
     """Train a policy with PPO while its environments run.
 
     Attributes:
-        env: Environment id, as in gymnasium; ``Meta-World/MT10`` and ``Meta-World/MT50`` have many tasks.
+        env: Environment id, as in gymnasium; ``Meta-World/MT10`` and ``Meta-World/MT50`` have many tasks. Not
+            needed where a run is resumed.
         env_kwargs: Passed to the environment; values are read as Python literals where they are some.
         horizon: Simulator steps after which an episode is truncated; default: the environment's own.
         action_repeat: Simulator steps for which each action is applied.
@@ -31,7 +33,7 @@ class TrainConfig:
         memory_size: Numbers that the policy remembers within an episode; 0: none.
         normalize_obs: Scale observations by running statistics.
         ppo: Options of the learner.
-        updates: Updates at most.
+        updates: Updates at most, those before a resume included; default: 200, or what the resumed run was told.
         max_lag: Versions that a trained decision may be behind; 0: synchronous.
         sampling: What is done about environments of different speed; default: weighted where there are several tasks.
         target_success: Stop when the greedy policy reaches this success rate on `eval_episodes` fixed seeds.
@@ -44,9 +46,11 @@ class TrainConfig:
         trace: Write ``trace.json`` for ui.perfetto.dev.
         record: Write ``events.jsonl``, with which ``ebrl replay`` repeats the run.
         profile: Begin with what a file of profiles says: of ``ebrl probe``, or ``profile.json`` of an earlier run.
+        checkpoint_every: Updates between two checkpoints, of which the last three are kept; 0: none.
+        resume: Folder of a run to go on with, from its newest checkpoint and with its configuration.
     """
 
-    env: str
+    env: str = ""
     env_kwargs: dict[str, str] = field(default_factory=dict)
     horizon: int | None = None
     action_repeat: int = 1
@@ -57,7 +61,7 @@ class TrainConfig:
     memory_size: int = 0
     normalize_obs: bool = True
     ppo: PPOConfig = field(default_factory=PPOConfig)
-    updates: int = 200
+    updates: int | None = None
     max_lag: int = 1
     sampling: Sampling | None = None
     target_success: float | None = None
@@ -70,11 +74,15 @@ class TrainConfig:
     trace: bool = False
     record: bool = False
     profile: Path | None = None
+    checkpoint_every: int = 10
+    resume: Path | None = None
 
     def __post_init__(self) -> None:
+        if not self.env and self.resume is None:
+            raise ConfigError("no environment '': name one with --env, or a run to go on with: --resume FOLDER")
         for name in ("num_envs", "lanes", "updates", "horizon", "eval_every", "eval_episodes", "action_repeat"):
             at_least(name, getattr(self, name), 1)
-        for name in ("max_lag", "memory_size", "seed"):
+        for name in ("max_lag", "memory_size", "seed", "checkpoint_every"):
             at_least(name, getattr(self, name), 0)
         for name in sorted({"action_repeat", "horizon", "host", "task"} & self.env_kwargs.keys()):
             raise ConfigError(
@@ -100,6 +108,36 @@ class TrainConfig:
             return self.run_dir
         name = "-".join([self.env, *self.env_kwargs.values(), str(self.seed)])
         return Path("runs") / "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates at most."""
+        return 200 if self.updates is None else self.updates
+
+    def of_resumed(self, record: Mapping[str, Any]) -> TrainConfig:
+        """Return the configuration of the run that this one resumes.
+
+        Args:
+            record: As `ebrl.cli.folder.write_config` wrote it.
+
+        Raises:
+            ConfigError: Options were given that the run has of its own, or the record is not ours.
+        """
+        bare = TrainConfig(resume=self.resume, updates=self.updates)
+        own = [f.name.replace("_", "-") for f in fields(self) if getattr(self, f.name) != getattr(bare, f.name)]
+        if own:
+            raise ConfigError(f"--resume goes on with the configuration of the run: leave out --{', --'.join(own)}")
+        names = {f.name for f in fields(self)} - {"resume", "run_dir"}
+        values = {name: value for name, value in record.items() if name in names}
+        try:
+            values["ppo"] = PPOConfig(**values["ppo"])
+            values["hidden"] = tuple(values["hidden"])
+            values["profile"] = values["profile"] and Path(values["profile"])
+            saved = TrainConfig(**values)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"config.json in {self.resume} is of another version of EBRL: {error}") from error
+        updates = self.updates or saved.updates
+        return replace(saved, resume=self.resume, run_dir=self.resume, updates=updates, record=False)
 
     @property
     def evaluates(self) -> bool:

@@ -1,9 +1,10 @@
-"""The folder of a run: configuration, metrics as JSON lines and for TensorBoard, policy, and profiles of the stages."""
+"""The folder of a run: configuration, metrics as JSON lines and for TensorBoard, policy, profiles and checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from ebrl.core.errors import ConfigError
 
 PROFILE = "profile.json"
 EVENTS = "events.jsonl"
+CHECKPOINTS = "checkpoints"
+UPDATE = re.compile(r'{"update": (\d+),.*}')  # a line of metrics that is whole
 
 
 def holds_run(folder: Path) -> bool:
@@ -48,8 +51,21 @@ def create(folder: Path, config: TrainConfig) -> None:
         folder.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"the run folder {folder} cannot be made: {error.strerror}") from error
+    write_config(folder, config)
+
+
+def write_config(folder: Path, config: TrainConfig) -> None:
+    """Write the configuration, whole or not at all."""
     record: dict[str, Any] = {"ebrl": __version__, **dataclasses.asdict(config), "run_dir": folder}
-    (folder / "config.json").write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    _replace(folder / "config.json", json.dumps(record, indent=2, default=str) + "\n")
+
+
+def forget_after(folder: Path, update: int) -> None:
+    """Remove metrics of updates after `update`, which a resumed run does again."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    kept = [line for line in lines if (found := UPDATE.match(line)) is not None and int(found[1]) <= update]
+    _replace(path, "".join(f"{line}\n" for line in kept))
 
 
 def save_policy(policy: torch.nn.Module, folder: Path) -> Path:
@@ -75,6 +91,12 @@ def load_policy(policy: torch.nn.Module, folder: Path) -> None:
     except (RuntimeError, SafetensorError) as error:
         summary = str(error).splitlines()[0]
         raise ConfigError(f"{path} does not fit the policy of its config.json: {summary}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def load_config(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ebrl.gen.policies import TorchPolicy, default_policy
 from ebrl.sim.group import EnvGroup
 from ebrl.sim.spec import env_specs
 from ebrl.sim.tasks import check_even, spread
+from ebrl.train.checkpoint import Checkpoint, Checkpointer
 from ebrl.train.evaluate import EvalReport, evaluate
 from ebrl.train.metrics import MetricsWriter, flatten, task_scalars
 from ebrl.train.ppo import PPO
@@ -39,7 +40,12 @@ def train(config: TrainConfig) -> int:
     Raises:
         EbrlError: The configuration cannot work; nothing was written.
     """
-    run_folder.refuse_existing(config.folder)
+    if config.resume is None:
+        run_folder.refuse_existing(config.folder)
+    else:
+        config = config.of_resumed(run_folder.load_config(config.resume))
+    saves = Checkpointer(config.folder / run_folder.CHECKPOINTS)
+    saved = newest(saves, config) if config.resume is not None else None
     console = Console()
     known = load(config.profile) if config.profile is not None else None
     specs, policy = build(config)
@@ -47,12 +53,34 @@ def train(config: TrainConfig) -> int:
     if config.sampling == "quota":
         check_even(tasks)
     learner = build_learner(config, policy)
-    run_folder.create(config.folder, config)
+    if saved is None:
+        run_folder.create(config.folder, config)
+    else:
+        saved.restore(learner)  # before anything is written: it may be of another version's networks
+        run_folder.write_config(config.folder, config)
+        run_folder.forget_after(config.folder, saved.update)
+        if (config.folder / run_folder.EVENTS).is_file():
+            console.print("the event log ends where the run did: what is resumed is not recorded", highlight=False)
     with MetricsWriter(config.folder) as metrics:
-        session = Session(config, console, specs, policy, learner, metrics, known)
+        session = Session(config, console, specs, policy, learner, metrics, saves, known, saved)
         with saving(session, config, console):
             run(session.main())
     return 0 if session.reached or not config.evaluates else 3
+
+
+def newest(saves: Checkpointer, config: TrainConfig) -> Checkpoint:
+    """Return the checkpoint to go on with.
+
+    Raises:
+        ConfigError: There is none, or the run is complete.
+        CheckpointError: None of them can be used.
+    """
+    saved = saves.latest()
+    if saved is None:
+        raise ConfigError(f"{config.folder} holds no checkpoint to go on with: it ended before the first one was due")
+    if saved.update >= config.num_updates:
+        raise ConfigError(f"{config.folder} has done its {saved.update} updates: ask for more in all with --updates")
+    return saved
 
 
 def describe(config: TrainConfig) -> tuple[EnvSpec, ...]:
@@ -106,7 +134,9 @@ class Session:
         policy: TorchPolicy,
         learner: PPO,
         metrics: MetricsWriter,
+        saves: Checkpointer,
         known: SavedProfiles | None = None,
+        saved: Checkpoint | None = None,
     ) -> None:
         self.reached = False
         self._config = config
@@ -115,6 +145,8 @@ class Session:
         self._policy = policy
         self._learner = learner
         self._metrics = metrics
+        self._saved = saved
+        self._saves = saves
         self._trace = Trace() if config.trace else None
         self._runtime = Runtime(
             seed=config.seed,
@@ -142,7 +174,8 @@ class Session:
     async def main(self) -> None:
         """Train until a target is reached or all updates are done."""
         config = self._config
-        progress = RunProgress(self._console, config.env if len(self._specs) > 1 else self._specs[0].id, config.updates)
+        name = config.env if len(self._specs) > 1 else self._specs[0].id
+        progress = RunProgress(self._console, name, config.num_updates)
         try:
             async with self._runtime as rt:
                 self._actor = gen = rt.start(Generator(self._policy))
@@ -151,15 +184,18 @@ class Session:
                 trainer = Trainer(
                     envs,
                     self._learner,
-                    updates=config.updates,
+                    updates=config.num_updates,
                     max_lag=config.max_lag,
                     sampling=config.sampling,
+                    resume=self._saved,
                 )
                 with progress:
                     async for report in rt.start(trainer):
                         await io.run(self._metrics.write, report.env_steps, flatten(report))
                         progress.show(report, rt.statistics())
-                        if config.evaluates and self._due(report):
+                        if config.checkpoint_every and self._due(report, config.checkpoint_every):
+                            await self._saves.save(trainer)
+                        if config.evaluates and self._due(report, config.eval_every):
                             result = await self._evaluate(rt)
                             await io.run(self._metrics.write, report.env_steps, evaluation_scalars(report, result))
                             self._last = f"after update {report.update}, greedy: {result.describe()}"
@@ -175,8 +211,8 @@ class Session:
     def _group(self, actor: Generator, count: int, name: str) -> EnvGroup:
         return EnvGroup(self._specs, actor=actor, count=count, lanes=self._config.lanes, name=name)
 
-    def _due(self, report: UpdateReport) -> bool:
-        return report.update % self._config.eval_every == 0 or report.update == self._config.updates
+    def _due(self, report: UpdateReport, every: int) -> bool:
+        return report.update % every == 0 or report.update == self._config.num_updates
 
     async def _evaluate(self, rt: Runtime) -> EvalReport:
         config = self._config

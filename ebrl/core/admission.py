@@ -26,9 +26,12 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ebrl.core.errors import Closed, ConfigError
+
+if TYPE_CHECKING:
+    from ebrl.core.saved import SavedExperience
 
 Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "incomplete", "filtered"]
 
@@ -65,6 +68,7 @@ class Admission:
         self._whole = False
         self._num_envs = num_envs
         self._held = [0] * num_envs  # per environment, with a quota: started - dropped - version * quota
+        self._ahead = [0] * num_envs  # likewise: trained - version * quota
         self._quota: int | None = None
         self._limit = 0
         self._batch_size = 0
@@ -80,7 +84,15 @@ class Admission:
         self._parked = 0
         self._in_flight = 0
 
-    def open(self, batch_size: int, max_lag: int, *, per_env: bool = False, whole: bool = False) -> None:
+    def open(
+        self,
+        batch_size: int,
+        max_lag: int,
+        *,
+        per_env: bool = False,
+        whole: bool = False,
+        saved: SavedExperience | None = None,
+    ) -> None:
         """Give credit.
 
         Args:
@@ -90,6 +102,8 @@ class Admission:
                 fast has no influence on its share of the data; and with `max_lag` 0, on no data (deterministic mode).
             whole: Open segments cannot be cut: the consumer can use decisions once they were handed to it. Any decision
                 may start, since credit is given by others (`ebrl.sim.cohorts`).
+            saved: The run to go on with, `SavedExperience.settled`. What it has finished and not trained uses up credit
+                as if it had been started here, whatever the version.
 
         Raises:
             ConfigError: B is not positive, `max_lag` negative, or B no multiple of N where it must be.
@@ -108,6 +122,14 @@ class Admission:
         self._quota = batch_size // self._num_envs if per_env else None
         self._whole = whole
         self._limit = sys.maxsize if whole else (max_lag + 1) * batch_size
+        if saved is not None:
+            ledger = saved.ledger
+            assert ledger.balanced, ledger
+            self._started, self._trained, self._dropped = ledger.started, ledger.trained, Counter(ledger.dropped)
+            self._ended = ledger.trained + sum(ledger.dropped.values())
+            self._buffered, self._parked = ledger.buffered, ledger.parked
+            self._ahead = list(saved.ahead)
+            self._held = [ahead + held for ahead, held in zip(saved.ahead, saved.held, strict=True)]
         self._pump()
 
     def close(self) -> None:
@@ -196,12 +218,14 @@ class Admission:
         Args:
             shares: ``(environment, decisions)``; one environment may come several times.
         """
-        for _, num in shares:
+        for env, num in shares:
             self._buffered -= num
             self._trained += num
             self._ended += num
+            self._ahead[env] += num
         if self._quota is not None:
             self._held = [held - self._quota for held in self._held]
+            self._ahead = [ahead - self._quota for ahead in self._ahead]
         self._pump()
 
     # The consumer.
@@ -227,6 +251,11 @@ class Admission:
     def missing(self) -> int:
         """Decisions that the buffered ones lack to a batch."""
         return self._batch_size - self._buffered
+
+    @property
+    def ahead(self) -> list[int]:
+        """Decisions of each environment that were trained beyond its quota; zeros without quotas."""
+        return list(self._ahead) if self._quota is not None else [0] * self._num_envs
 
     @property
     def num_buffered(self) -> int:

@@ -16,7 +16,7 @@ ALONE = 0.6  # part of it that computes, below which they wait for one another
 
 
 def fewer(stretch: Stretch) -> Move | None:
-    """Let fewer run at once, as many as compute now."""
+    """Let fewer run at once: as many as compute now, or half, whichever is more, for calls that wait lose as much."""
     sims, claim = [sim for sim in stretch.now.sims if sim.num_envs], _claim(stretch)
     busy_s, ever_s = stretch.simulated(sims), sum(sim.busy_s for sim in sims)
     if claim is None or not stretch.judges or busy_s <= 0.0:
@@ -25,7 +25,7 @@ def fewer(stretch: Stretch) -> Move | None:
     if claim.ceiling < 2 or running < BUSY * claim.ceiling or running * part > ALONE * claim.ceiling:
         return None
     reason = f"{running:.2f} run at once and compute in {part:.0%} of their time: they wait for one another"
-    return _move(stretch, claim, max(1, round(running * part)), reason)
+    return _move(stretch, claim, max(round(running * part), claim.ceiling // 2), reason)
 
 
 def all_again(stretch: Stretch, chosen: Reading | None, changed_s: float) -> Move | None:

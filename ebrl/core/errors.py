@@ -11,6 +11,7 @@
     │   ├── InvalidData                    shape, dtype, NaN against the declared space
     │   └── HostDied                       the process of a simulator is gone
     ├── PolicyError (also RuntimeError)    a policy or a batched function failed, or returned what cannot be used
+    ├── CheckpointError (also RuntimeError) a checkpoint that cannot be written, read or continued
     ├── PoolError (also RuntimeError)      more units asked or returned than a pool has
     ├── Closed (also RuntimeError)         a call on a service that has ended
     └── Deadlock (also RuntimeError)       virtual time: everybody waits and nothing is scheduled
@@ -61,6 +62,10 @@ class HostDied(SimulatorError):
 
 class PolicyError(EbrlError, RuntimeError):
     """A policy, or the function of a batch service, failed or returned what cannot be used."""
+
+
+class CheckpointError(EbrlError, RuntimeError):
+    """A checkpoint that cannot be written, that is torn or not ours, or that does not fit what it is to continue."""
 
 
 class PoolError(EbrlError, RuntimeError):

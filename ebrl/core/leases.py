@@ -129,7 +129,7 @@ async def acquire(lender: Lender, units: int, who: str) -> Lease:
     ticket = lender.request(units, grant, who)
     try:
         return await future
-    except BaseException:  # cancelled, or the coroutine was closed while it waited
+    except (asyncio.CancelledError, GeneratorExit):  # or the coroutine was closed while it waited
         if future.done() and not future.cancelled():
             future.result().release()
         ticket.cancel()

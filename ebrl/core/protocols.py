@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ebrl.core.leases import Lender
     from ebrl.core.rng import NoiseStream
     from ebrl.core.runtime import Runtime
+    from ebrl.core.saved import SavedExperience
     from ebrl.core.weights import WeightStore
 
 T = TypeVar("T")
@@ -198,7 +199,15 @@ class Experience(Protocol):
     def group_size(self) -> int:
         """G: environments that run the same episodes; 1: all run their own."""
 
-    def open_training(self, batch_size: int, max_lag: int, *, quota: bool = False, groups: bool = False) -> None:
+    def open_training(
+        self,
+        batch_size: int,
+        max_lag: int,
+        *,
+        quota: bool = False,
+        groups: bool = False,
+        saved: SavedExperience | None = None,
+    ) -> None:
         """Begin to produce segments; called once, when the consumer opens.
 
         Args:
@@ -206,7 +215,11 @@ class Experience(Protocol):
             max_lag: See `ebrl.core.admission.Admission.open`.
             quota: Every environment may start the same number of decisions per version.
             groups: Hand over the segments of an episode when all of its group have ended it, and no others.
+            saved: Go on from there.
         """
+
+    def save(self) -> SavedExperience:
+        """Return what is needed to go on from here: references, taken at one moment, while everything goes on."""
 
     def take_segments(self, stale: int | None = None) -> list[Segment]:
         """Hand over all segments that are ready.
@@ -300,8 +313,22 @@ class MemoryPolicy(Policy, Protocol):
         """
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """What a checkpoint can hold, as torch does it; a learner, or a part of one.
+
+    States are dictionaries, lists and tuples of tensors, arrays, numbers, strings and None.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is needed to go on, the published weights included. Called on the training lane."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Go on from there. Called before anything else."""
+
+
 class Learner(Protocol):
-    """Turns batches into better weights; knows nothing of asyncio."""
+    """Turns batches into better weights; knows nothing of asyncio. One that is also `Stateful` can be saved."""
 
     @property
     def batch_size(self) -> int:

@@ -142,7 +142,7 @@ class Tuner:
         Another division of the device changes what batches take, and another number of simulators how long they wait
         for each other, until all latencies that are known are newer.
         """
-        if self._trial is not None and self._trial.move.knob == "partition":
+        if self._trial is not None and self._trial.move.knob in ("partition", "concurrency"):
             return True
         if self._narrowed is not None and Stretch(self._narrowed, reading).served(gen)[0] < len(gen.latencies_s):
             return True
@@ -251,8 +251,9 @@ def _of(reading: Reading, name: str) -> TrainReading:
 def _whole_cycles(
     stretch: Stretch, began: Mapping[str, Reading], updates: Mapping[str, tuple[Reading, Reading]]
 ) -> Stretch | None:
-    """Return whole cycles of updates within a stretch, as their parts need the cores for different things."""
-    for train in stretch.now.trains:
-        first, last = began.get(train.name, stretch.now), updates[train.name][1]
-        return Stretch(first, last) if stretch.since.now_s <= first.now_s < last.now_s else None
-    return stretch
+    """Return whole cycles of the first trainer within a stretch, as their parts need the cores for different things."""
+    if not stretch.now.trains:
+        return stretch
+    name = stretch.now.trains[0].name
+    first, last = began.get(name, stretch.now), updates[name][1]
+    return Stretch(first, last) if stretch.since.now_s <= first.now_s < last.now_s else None

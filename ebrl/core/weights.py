@@ -65,7 +65,7 @@ class WeightStore(Generic[W]):
 
     @property
     def version(self) -> int:
-        """Of the weights in front; the number of publishes so far."""
+        """Of the weights in front; the number of publishes so far, in this run and the one that it continues."""
         return self._version
 
     def lease(self) -> WeightLease[W]:
@@ -73,6 +73,21 @@ class WeightStore(Generic[W]):
         front = self._front
         self._readers[front] += 1
         return WeightLease(self, front, self._buffers[front], self._version)
+
+    def begin(self, source: Any, version: int) -> None:
+        """Go on from an earlier run: the next lease has these weights and this version.
+
+        For the start only, when nobody publishes; copies on the calling thread.
+
+        Args:
+            source: Copied.
+            version: Its number there.
+        """
+        back = 1 - self._front
+        assert not self._publishing, "a run cannot be continued while weights are published"
+        assert not self._readers[back], "a run cannot be continued while an older version is read"
+        self._copy(source, self._buffers[back])
+        self._front, self._version = back, version
 
     async def publish(self, source: Any, lane: Lane) -> int:
         """Copy `source` into the back buffer and make it the front.

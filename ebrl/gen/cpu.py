@@ -17,8 +17,6 @@ from ebrl.core.protocols import MEMORY, Request
 from ebrl.core.records import ActionOut, Array, BatchOut, Observation
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
 HINT = "; see ebrl.check_policy"
 
 
@@ -135,7 +133,8 @@ def _act(
             {name: _own(rows) for name, rows in out.aux.items()},
             None if out.memory is None else _own(out.memory.float()),
         )
-    num, chunk = len(observations), (len(observations), policy.horizon)
+    num = len(observations)
+    chunk = num, policy.horizon
     if batch.action.shape[:2] != chunk or batch.log_prob.shape[:2] != chunk or batch.log_prob.ndim != 3:
         shapes = f"{batch.action.shape} and {batch.log_prob.shape}"
         raise WrongRows(

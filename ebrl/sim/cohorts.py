@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ebrl.core.admission import Admission
 from ebrl.core.records import Segment
@@ -87,6 +87,14 @@ class Cohorts:
         self._num_ended = 0
         self._length = self._limit / num_envs  # decisions of an episode; at first as if all could run
         admission.on_credit = self._pump
+
+    def resume(self, numbers: Sequence[int]) -> None:
+        """Go on after an earlier run, whose open cohorts were given up; before anybody begins.
+
+        Args:
+            numbers: Of each group, that of its next episode.
+        """
+        self._num_opened = list(numbers)
 
     @property
     def num_waiting(self) -> int:

@@ -12,9 +12,11 @@ from ebrl.core.errors import ProgramError
 from ebrl.core.protocols import Actor
 from ebrl.core.records import ActionOut, Array, Observation, StepResult
 from ebrl.core.rng import Domain, NoiseStream, name_key, stream
+from ebrl.core.saved import SavedEnv
 from ebrl.sim.episodes import EpisodeMeter
 from ebrl.sim.recorder import Recorder
-from ebrl.sim.requests import ActRequest, ActStepRequest
+from ebrl.sim.requests import ActRequest, ActStepRequest, Other, ask_other
+from ebrl.sim.resume import EpisodeLog, come_back, run_again
 
 if TYPE_CHECKING:
     from ebrl.sim.group import EnvGroup
@@ -51,6 +53,9 @@ class EnvContext:
         self.slot = slot  # from here on for the group and for requests
         self.recorder = recorder
         self.num_calls = 0
+        self.resumed: SavedEnv | None = None  # whose episode the first reset has to bring back
+        self.asked_before: tuple[tuple[int, int, Array | None], ...] = ()  # see `SavedEnv.others`
+        self.reported = -1  # episode that was counted before the resume, and ends again
         self._key = key
         self._group = group
         self._actor = group.actor
@@ -58,8 +63,10 @@ class EnvContext:
         self._loop = asyncio.get_running_loop()
         self._noise = NoiseStream(group.seed, *key, 0)
         self._request = ActStepRequest(self, self._noise)
-        self._others: dict[int, _Other] = {}
+        self._others: dict[int, Other] = {}
         self.meter = EpisodeMeter()
+        if group.replays:
+            recorder.log = EpisodeLog(self, group.specs[index].action)
         self._observe = group.observe
         self._trace = group.trace
         self._mark_s = 0.0  # when the running call began, for the trace
@@ -95,6 +102,8 @@ class EnvContext:
     async def reset(self) -> tuple[Observation, dict[str, Any]]:
         """Begin the next episode. A running one is left: its last decision bootstraps from what was seen last.
 
+        After a resume the first call may bring back the episode that was running, and return where it was.
+
         Returns:
             Observation and ``info``, as in gymnasium.
         """
@@ -103,25 +112,15 @@ class EnvContext:
         self._busy = "reset"
         self.num_calls += 1
         try:
-            self.finish_episode()
-            meter = self.meter
-            if meter.assigned is None or not self._group.plan.wants(meter.assigned[0]):
-                meter.assigned = await _next_episode(self)
-            future: asyncio.Future[tuple[Observation, dict[str, Any]]] = self._loop.create_future()
-            self.slot.reset(future, meter.assigned[1])
-            obs, info = await future
+            if self.resumed is None:
+                self.finish_episode()
+            obs, info = await _reset_simulator(self)
         except asyncio.CancelledError:
             self._needs_reset = "the last reset was cancelled"
             raise
         finally:
             self._busy = None
-        self._needs_reset = None
-        self.episode += 1
-        self._request.memory = None
-        meter.begin(self._loop.time(), self.recorder.num_decisions)
-        self._last_obs = obs if self._observe is None else self._observe(obs)
-        if self._trace is not None:
-            _span(self, "reset")
+        _begin_episode(self, obs)
         return self._last_obs, info
 
     async def act(self, obs: Observation, actor: Actor | None = None) -> ActionOut:
@@ -135,7 +134,7 @@ class EnvContext:
             ``action`` is a chunk ``[H, *shape]``.
         """
         if actor is not None and actor is not self._actor:
-            return await _ask_other(self, obs, actor)
+            return await ask_other(self, obs, actor)
         if self._busy is not None or self._needs_reset is not None:
             _refuse(self, "act")
         self._busy = "act"
@@ -201,7 +200,7 @@ class EnvContext:
         self.recorder.begin(self.episode, obs, request.out)
         if self._trace is not None:
             _span(self, "act_step")
-        return _took(self, result)
+        return _took(self, result, request.out.action)
 
     async def step(self, action: Array) -> StepResult:
         """Execute an action of the open decision, in any form the program gave it.
@@ -289,18 +288,44 @@ class EnvContext:
                 _lose(self, self.recorder.current is not None)
         if self._trace is not None:
             _span(self, name)
-        return _took(self, result)
+        return _took(self, result, action)
 
 
 async def _next_episode(env: EnvContext) -> tuple[int, int]:
-    plan, cohorts, episode = env._group.plan, env._group.cohorts, env.episode + 1
-    if plan.must_wait(env.index):
+    plan = env._group.plan
+    while plan.must_wait(env.index):
         env._request.answered_s = 0.0
-    assigned = await plan.next(env.index, episode)
+        await plan.wait(env.index)
+    cohorts, episode = env._group.cohorts, env.episode + 1  # as they are now: a resume counts on from an earlier run
+    assigned = plan.next(env.index, episode)
     if cohorts is not None and cohorts.must_wait(env.index, episode):
         env._request.answered_s = 0.0
         await cohorts.begin(env.index, episode)
     return assigned
+
+
+async def _reset_simulator(env: EnvContext) -> tuple[Observation, dict[str, Any]]:
+    assigned = env.meter.assigned
+    if assigned is None or not env._group.plan.wants(assigned[0]):
+        assigned = env.meter.assigned = await _next_episode(env)
+    future: asyncio.Future[tuple[Observation, dict[str, Any]]] = env._loop.create_future()
+    env.slot.reset(future, assigned[1])
+    obs, info = await future
+    return (obs if env.resumed is None else await run_again(env, obs)), info
+
+
+def _begin_episode(env: EnvContext, obs: Observation) -> None:
+    env._needs_reset = None
+    env.episode += 1
+    env._request.memory = None
+    env.meter.begin(env._loop.time(), env.recorder.num_decisions)
+    env._last_obs = obs if env._observe is None else env._observe(obs)
+    if env.recorder.log is not None:
+        env.recorder.log.begin([])
+    if env.resumed is not None:
+        come_back(env)
+    if env._trace is not None:
+        _span(env, "reset")
 
 
 def _close(env: EnvContext) -> None:
@@ -328,8 +353,10 @@ def _lose(env: EnvContext, started: bool) -> None:
     _end_episode(env, "a step failed or was cancelled while it ran, so the state of the simulator is unknown")
 
 
-def _took(env: EnvContext, result: StepResult) -> StepResult:
+def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
     rewards = result.rewards
+    if env.recorder.log is not None:
+        env.recorder.log.add(action)
     if env._observe is not None:
         result.obs = env._observe(result.obs)
     env._last_obs = result.obs
@@ -357,6 +384,8 @@ def _took(env: EnvContext, result: StepResult) -> StepResult:
 
 def _end_episode(env: EnvContext, why: str) -> None:
     env._needs_reset = why
+    if env.episode == env.reported:
+        return
     decision, recorder = env.recorder.current, env.recorder
     version = env.version if decision is None else decision.version
     env._group.finish(env.meter.end(env.index, env.task, env._loop.time(), recorder.num_decisions, version))
@@ -369,46 +398,6 @@ def _span(env: EnvContext, name: str) -> None:
     place = {"episode": env.episode, "decision": env.recorder.place}
     env._trace.span(f"{env._group.name}-{env.index}", name, env._mark_s, now_s, **place)
     env._mark_s = now_s
-
-
-class _Other:
-    """What an environment keeps for an actor that is not its group's.
-
-    Attributes:
-        noise: Its stream.
-        num_asked: So far.
-        episode: In which `memory` was made.
-        memory: What it remembers; see `ebrl.core.protocols.Request`.
-    """
-
-    __slots__ = ("episode", "memory", "noise", "num_asked")
-
-    def __init__(self, noise: NoiseStream) -> None:
-        self.noise = noise
-        self.num_asked = 0
-        self.episode = -1
-        self.memory: Array | None = None
-
-
-async def _ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
-    others, episode = env._others, env.episode
-    other = others.get(id(actor))
-    if other is None:
-        other = others[id(actor)] = _Other(NoiseStream(env._group.seed, *env._key, len(others) + 1))
-    env.num_calls += 1
-    future: asyncio.Future[ActionOut] = env._loop.create_future()
-    memory = other.memory if other.episode == episode else None
-    request = ActRequest(env, other.noise, other.num_asked, obs, future, memory=memory)
-    other.num_asked += 1
-    actor.request(request)
-    try:
-        out = await future
-    except asyncio.CancelledError:
-        actor.withdraw()
-        raise
-    if episode >= other.episode:  # not an answer that comes after those of a later episode
-        other.episode, other.memory = episode, out.memory
-    return out
 
 
 def _refuse(env: EnvContext, name: str) -> NoReturn:

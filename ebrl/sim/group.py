@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from inspect import isawaitable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ebrl.core.admission import Admission
 from ebrl.core.errors import Closed, ConfigError, ProgramError
@@ -17,6 +17,7 @@ from ebrl.core.protocols import Actor
 from ebrl.core.readings import SimReading
 from ebrl.core.records import EnvSpec, Episode, Host, Observation, Segment
 from ebrl.core.runtime import Runtime
+from ebrl.core.saved import SavedExperience
 from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
 from ebrl.sim.cohorts import Cohorts
@@ -26,6 +27,7 @@ from ebrl.sim.placement import make_hosts
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import rollout
 from ebrl.sim.recorder import Recorder
+from ebrl.sim.resume import Past, resume_group, save_group
 from ebrl.sim.tasks import as_specs, check_even, check_groups, common_host, spread
 
 EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
@@ -55,6 +57,7 @@ class EnvGroup:
         lanes: int | None = None,
         segment_length: int | None = None,
         observe: Callable[[Observation], Observation] | None = None,
+        on_resume: Literal["next", "replay"] | None = None,
         name: str = "envs",
     ) -> None:
         """Describe a group.
@@ -73,6 +76,12 @@ class EnvGroup:
             segment_length: Decisions after which a segment is cut. Default: none, so that segments are as long as the
                 end of episodes and the needs of the consumer allow.
             observe: Applied to every observation, the final one of an episode included; on the loop, so keep it short.
+            on_resume: What becomes of running episodes in a run that goes on with a checkpoint. ``"next"``: they are
+                given up, what is finished of them is trained, and the next ones begin. ``"replay"``: they are run again
+                to the same point, exact where simulators are deterministic and programs keep nothing in mind from one
+                decision to the next; the run that saves needs it too. Default: ``"replay"`` in deterministic mode.
+                Episodes that a learner compares (GRPO) are given up in any case, and none of them is trained; in
+                deterministic mode there are none when an update has just ended.
             name: Of the service; keys its random streams.
 
         Raises:
@@ -90,12 +99,15 @@ class EnvGroup:
         self.group_size = group_size
         self.name = name
         self.observe = observe
+        self.replays = False  # running episodes, after a resume
         self.seed = 0
         self.trace: Trace | None = None
         self.clock = time.monotonic
         self.admission = Admission(count)
         self.profile = SimulationProfile(name)
         self._program = program
+        self._on_resume = on_resume
+        self._past = Past()
         self._host = host or common_host(specs)
         self._lanes = lanes
         self._runtime: Runtime | None = None
@@ -104,7 +116,7 @@ class EnvGroup:
         self._memory: Lease | None = None
         length = segment_length or sys.maxsize
         self._recorders = [
-            Recorder(i, each.task, each.action_repeat, length, self._emit) for i, each in enumerate(self.specs)
+            Recorder(i, each.task, each.action_repeat, length, self._hand_over) for i, each in enumerate(self.specs)
         ]
         self._contexts: list[EnvContext] = []
         self._segments: list[Segment] = []
@@ -118,6 +130,7 @@ class EnvGroup:
         self.seed = runtime.seed
         self.trace = runtime.trace
         self.clock = runtime.clock
+        self.replays = runtime.deterministic if self._on_resume is None else self._on_resume == "replay"
         self._hosts = make_hosts(
             self.specs,
             host=self._host,
@@ -133,17 +146,7 @@ class EnvGroup:
 
     def reading(self) -> SimReading:
         """What the tuner needs to know; see `ebrl.core.tuning.TunedGroup`."""
-        assert self._runtime is not None
-        claim = self._runtime.claim("sim")
-        return SimReading(
-            name=self.name,
-            gen="",
-            num_envs=len(self._contexts) - self.plan.num_waiting,
-            num_steps=self.env_steps,
-            busy_s=sum(host.busy_s for host in self._hosts),
-            num_cores=claim.account.ceiling if claim is not None else self._runtime.machine.num_cores,
-            cpu_part=sum(host.times.cpu_part() for host in self._hosts) / len(self._hosts),
-        )
+        return _reading(self)
 
     async def serve(self) -> None:
         """Build the simulators, then run all programs until cancelled."""
@@ -158,6 +161,7 @@ class EnvGroup:
                 slots = self._hosts[index % len(self._hosts)].slots
                 context = EnvContext(self, index, slots[index // len(self._hosts)], recorder)
                 self._contexts.append(context)
+                self._past.give(context)
                 scope.start(_live(self._program, context), f"{self.name}-{index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
 
@@ -202,8 +206,16 @@ class EnvGroup:
 
     # The consumer's side; see `ebrl.core.protocols.Experience`.
 
-    def open_training(self, batch_size: int, max_lag: int, *, quota: bool = False, groups: bool = False) -> None:
-        """Begin to produce segments; called once, by a trainer.
+    def open_training(
+        self,
+        batch_size: int,
+        max_lag: int,
+        *,
+        quota: bool = False,
+        groups: bool = False,
+        saved: SavedExperience | None = None,
+    ) -> None:
+        """Begin to produce segments, or go on with it; called once, by a trainer.
 
         Args:
             batch_size: B, decisions that the consumer takes at once.
@@ -211,19 +223,18 @@ class EnvGroup:
             quota: Every environment may start B / N decisions per version.
             groups: Hand over the segments of an episode when all of its group have ended it, and no others. Credit is
                 then of whole episodes (`ebrl.sim.cohorts`).
+            saved: What `save` returned in the run to go on with.
 
         Raises:
             ConfigError: As `Admission.open`; the group has a trainer, or has run an evaluation; a quota where tasks
-                have different numbers of environments; or groups of one environment, or with a quota.
+                have different numbers of environments; groups of one environment, or with a quota; or `saved` is of
+                other environments or another seed.
             Closed: The group was not started.
         """
         self.plan.refuse_training(self.name)
         if self._runtime is None:
             raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
-        _open_admission(self, batch_size, max_lag, quota=quota, groups=groups)
-        if self._runtime.events is not None:
-            facts = {"specs": [spec.id for spec in self.specs[:1]], "count": self.count, "actor": self.actor.name}
-            self._runtime.events.describe("groups", self.name, **facts)
+        _open_admission(self, batch_size, max_lag, quota=quota, groups=groups, saved=saved)
         for recorder in self._recorders:
             recorder.admission = self.admission
         self.plan.train(self.seed)
@@ -240,6 +251,14 @@ class EnvGroup:
             _cut(self, stale)
         segments, self._segments = self._segments, []
         return segments
+
+    def save(self) -> SavedExperience:
+        """Return what is needed to go on from here in another process.
+
+        Raises:
+            ConfigError: The simulators are still being built.
+        """
+        return save_group(self)
 
     def take_episodes(self) -> list[Episode]:
         """Episodes that ended since the last call."""
@@ -270,12 +289,6 @@ class EnvGroup:
         if not self.plan.finished(episode):
             self._episodes.append(episode)
 
-    def _emit(self, segment: Segment) -> None:
-        if self.cohorts is not None:
-            self.cohorts.add(segment)
-        else:
-            self._hand_over(segment)
-
     def _hand_over(self, segment: Segment) -> None:
         self.admission.emit(len(segment.decisions))
         self._segments.append(segment)
@@ -302,14 +315,17 @@ async def _live(program: EnvProgram, env: EnvContext) -> None:
             raise
 
 
-def _open_admission(group: EnvGroup, batch_size: int, max_lag: int, *, quota: bool, groups: bool) -> None:
-    assert group._runtime is not None
-    exact = group._runtime.deterministic and max_lag == 0
+def _open_admission(
+    group: EnvGroup, batch_size: int, max_lag: int, *, quota: bool, groups: bool, saved: SavedExperience | None
+) -> None:
+    runtime = group._runtime
+    assert runtime is not None
+    exact = runtime.deterministic and max_lag == 0
     if quota:
         check_even(group.tasks)
     if groups:
         check_groups(group.name, group.group_size, quota)
-        group.cohorts = Cohorts(
+        group.cohorts = cohorts = Cohorts(
             group.admission,
             group._hand_over,
             num_envs=group.count,
@@ -318,7 +334,13 @@ def _open_admission(group: EnvGroup, batch_size: int, max_lag: int, *, quota: bo
             max_lag=max_lag,
             in_waves=exact,
         )
-    group.admission.open(batch_size, max_lag, per_env=quota or (exact and not groups), whole=groups)
+        for recorder in group._recorders:
+            recorder.emit = cohorts.add
+    saved = saved and resume_group(group, saved)
+    group.admission.open(batch_size, max_lag, per_env=quota or (exact and not groups), whole=groups, saved=saved)
+    if runtime.events is not None:
+        facts = {"specs": [spec.id for spec in group.specs[:1]], "count": group.count, "actor": group.actor.name}
+        runtime.events.describe("groups", group.name, **facts)
 
 
 def _cut(group: EnvGroup, stale: int) -> None:
@@ -329,6 +351,20 @@ def _cut(group: EnvGroup, stale: int) -> None:
         recorder.cut("taken")
 
 
+def _reading(group: EnvGroup) -> SimReading:
+    assert group._runtime is not None
+    claim, hosts = group._runtime.claim("sim"), group._hosts
+    return SimReading(
+        name=group.name,
+        gen="",
+        num_envs=len(group._contexts) - group.plan.num_waiting,
+        num_steps=group.env_steps - group._past.env_steps,
+        busy_s=sum(host.busy_s for host in hosts),
+        num_cores=claim.account.ceiling if claim is not None else group._runtime.machine.num_cores,
+        cpu_part=sum(host.times.cpu_part() for host in hosts) / len(hosts),
+    )
+
+
 def _read(group: EnvGroup) -> dict[str, float]:
     """Bring the profile up to date with counters and with what hosts have noted."""
     assert group._runtime is not None
@@ -337,8 +373,9 @@ def _read(group: EnvGroup) -> dict[str, float]:
         host.times.move(profile)
     busy_s = sum(host.busy_s for host in group._hosts)
     cores = min(group._runtime.resources.pool("cores").units, group.count)
-    profile.reset.read(now_s, sum(context.episode + 1 for context in group._contexts), 0.0)
-    return profile.step.read(now_s, group.env_steps, busy_s, cores)
+    resets = sum(context.episode + 1 for context in group._contexts) - group._past.episodes
+    profile.reset.read(now_s, resets, 0.0)
+    return profile.step.read(now_s, group.env_steps - group._past.env_steps, busy_s, cores)
 
 
 async def _take_memory(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Lease | None:

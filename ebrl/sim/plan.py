@@ -42,7 +42,7 @@ class Plan:
         return sum(not future.done() for _, future in self._waiters)
 
     def must_wait(self, env: int) -> bool:
-        """Whether `next` waits until somebody asks for episodes."""
+        """Whether `next` has nothing to give until somebody asks for episodes."""
         return self._train_seed is None and not self._queues[self._task_of[env]]
 
     def refuse_training(self, name: str) -> None:
@@ -94,12 +94,14 @@ class Plan:
             replace(self._results[position], episode=i // num_tasks) for i, position in enumerate(sorted(self._results))
         ]
 
-    async def next(self, env: int, episode: int) -> tuple[int, int]:
+    async def wait(self, env: int) -> None:
+        """Wait until somebody asks for episodes; another environment may have taken the last one by then."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((env, future))
+        await future
+
+    def next(self, env: int, episode: int) -> tuple[int, int]:
         """Return position and seed of the next episode of `env`."""
-        while self.must_wait(env):
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append((env, future))
-            await future
         if self._train_seed is not None:
             return episode, episode_seed(self._train_seed, env // self._group_size, episode)
         return self._queues[self._task_of[env]].popleft()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ebrl.core.admission import Admission, Drop
 from ebrl.core.records import ActionOut, Decision, Observation, Reason, Segment
+
+if TYPE_CHECKING:
+    from ebrl.sim.resume import EpisodeLog
 
 
 class Recorder:
@@ -17,14 +21,15 @@ class Recorder:
     """
 
     __slots__ = (
-        "_emit",
         "_last_obs",
         "_num_decisions",
         "_open",
         "action_repeat",
         "admission",
         "current",
+        "emit",
         "env",
+        "log",
         "place",
         "segment_length",
         "task",
@@ -48,8 +53,9 @@ class Recorder:
         self.action_repeat = action_repeat
         self.segment_length = segment_length
         self.current: Decision | None = None
+        self.log: EpisodeLog | None = None  # kept where episodes can be run again
         self.place = 0  # index of the decision that was started last
-        self._emit = emit
+        self.emit = emit
         self._open: list[Decision] = []
         self._last_obs: Observation = {}
         self._num_decisions = 0
@@ -67,6 +73,8 @@ class Recorder:
     def must_wait(self, obs: Observation) -> bool:
         """Close the decision before `obs` and start one; return whether its credit has to be waited for."""
         decision, admission = self.current, self.admission
+        if self.log is not None:
+            self.log.mark()
         self.place = self._num_decisions
         if admission is None:
             self.current = None
@@ -115,10 +123,21 @@ class Recorder:
         if self.admission is not None:
             self.admission.drop(self.env, reason, "in_flight")
 
+    @property
+    def open_segment(self) -> Segment | None:
+        """A copy of the open segment as it is; None if it is empty."""
+        return Segment(self.env, self.task, list(self._open), self._last_obs, "taken") if self._open else None
+
+    def resume(self, num_decisions: int, segment: Segment | None) -> None:
+        """Go on after so many decisions, with an open segment if its episode goes on."""
+        self._num_decisions = self.place = num_decisions
+        if segment is not None:
+            self._open, self._last_obs = list(segment.decisions), segment.last_obs
+
     def cut(self, reason: Reason) -> None:
         """Hand the open segment on, if there is one; a current decision stays."""
         decisions = self._open
         if not decisions or self.admission is None:
             return
         self._open = []
-        self._emit(Segment(self.env, self.task, decisions, self._last_obs, reason))
+        self.emit(Segment(self.env, self.task, decisions, self._last_obs, reason))

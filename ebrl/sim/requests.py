@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from ebrl.core.protocols import Actor
 from ebrl.core.records import ActionOut, Array, Observation
 from ebrl.core.rng import NoiseStream
 
@@ -84,3 +85,45 @@ class ActStepRequest(ActRequest):
         if not self.future.done():
             self.out = out
             self.context.slot.step(self.future, out.action, True)
+
+
+class Other:
+    """What an environment keeps for an actor that is not its group's.
+
+    Attributes:
+        noise: Its stream.
+        num_asked: So far.
+        episode: In which `memory` was made.
+        memory: What it remembers; see `ebrl.core.protocols.Request`.
+    """
+
+    __slots__ = ("episode", "memory", "noise", "num_asked")
+
+    def __init__(self, noise: NoiseStream, num_asked: int = 0, episode: int = -1, memory: Array | None = None) -> None:
+        self.noise = noise
+        self.num_asked = num_asked
+        self.episode = episode
+        self.memory = memory
+
+
+async def ask_other(env: EnvContext, obs: Observation, actor: Actor) -> ActionOut:
+    """Ask an actor that is not the group's own: no decision is opened, and no credit needed."""
+    others, episode = env._others, env.episode
+    other = others.get(id(actor))
+    if other is None:
+        noise, before = NoiseStream(env._group.seed, *env._key, len(others) + 1), env.asked_before[len(others) :]
+        other = others[id(actor)] = Other(noise, *before[0]) if before else Other(noise)
+    env.num_calls += 1
+    future: asyncio.Future[ActionOut] = env._loop.create_future()
+    memory = other.memory if other.episode == episode else None
+    request = ActRequest(env, other.noise, other.num_asked, obs, future, memory=memory)
+    other.num_asked += 1
+    actor.request(request)
+    try:
+        out = await future
+    except asyncio.CancelledError:
+        actor.withdraw()
+        raise
+    if episode >= other.episode:  # not an answer that comes after those of a later episode
+        other.episode, other.memory = episode, out.memory
+    return out

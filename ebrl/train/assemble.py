@@ -53,6 +53,11 @@ class Assembler:
     def __len__(self) -> int:
         return self._num_decisions
 
+    @property
+    def segments(self) -> list[Segment]:
+        """What is buffered, in order."""
+        return list(self._segments)
+
     def add(self, segment: Segment) -> list[Dropped]:
         """Buffer a segment; interventions are taken out, and what is around them becomes segments of its own."""
         pieces = split_at(segment, lambda decision: decision.intervened)

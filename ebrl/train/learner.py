@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ebrl.core.errors import PolicyError
+from ebrl.core.protocols import Stateful
 from ebrl.core.records import Array, BatchOut, Decision, Segment, TrainBatch
 from ebrl.core.rng import Domain, stream
 from ebrl.train.advantages import Steps, chunk_reward
@@ -89,6 +90,7 @@ class TorchLearner:
 
     Attributes:
         proximal: Moving average of the policy that ratios are clipped around, if that was asked for.
+        parts: What a checkpoint holds, by name; a recipe adds whatever else it goes on with.
     """
 
     def __init__(
@@ -109,6 +111,34 @@ class TorchLearner:
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=config.adam_eps, fused=True)
         self.proximal: Any = copy.deepcopy(policy) if config.proximal == "ewma" else None
         self.proximal_decay = config.proximal_decay
+        self.parts: dict[str, Stateful] = {"policy": policy, "optimizer": self.optimizer}
+        if self.proximal is not None:
+            self.parts["proximal"] = self.proximal
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of `parts`, of torch's generators, and the number of updates, on which schedules depend."""
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        return parts | {"num_updates": self.num_updates, "rng": rng}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: It has other parts.
+        """
+        known = {*self.parts, "num_updates", "rng"}
+        for what, names in (("lacks", known - state.keys()), ("also has", state.keys() - known)):
+            if names:
+                raise ValueError(f"it {what} {sorted(names)}")
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+        self.num_updates = state["num_updates"]
+        torch.set_rng_state(state["rng"]["cpu"])
+        if self.device.type == "cuda" and "cuda" in state["rng"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
 
     def anneal(self, config: LearnerConfig) -> float:
         """Set the learning rate of this update.

@@ -7,6 +7,7 @@ discounted return. The running return of an environment goes on from batch to ba
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,15 @@ class ReturnNormalizer:
         """Return rewards in standard deviations of the return; they are not centred."""
         scaled: Float64s = np.clip(rewards_B / np.sqrt(self.var + self.eps), -self.clip, self.clip)
         return scaled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics with their count, and the returns that go on."""
+        return {"mean": self.mean, "var": self.var, "count": self.count, "open": dict(self.open)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.mean, self.var, self.count = state["mean"], state["var"], state["count"]
+        self.open = dict(state["open"])
 
     def _take(self, x: Float64s) -> None:
         """Parallel variance (Chan, Golub and LeVeque 1979)."""

@@ -92,7 +92,7 @@ class PPO(TorchLearner):
     def __init__(self, policy: Any, config: PPOConfig) -> None:
         super().__init__(policy, config, gamma=config.gamma, discount_unit=config.discount_unit)
         self.config = config
-        self.return_normalizer = ReturnNormalizer()
+        self.return_normalizer = self.parts["return_normalizer"] = ReturnNormalizer()
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
         """One update. Called on the training lane.

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Self, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ebrl.core.admission import Admission
 from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Actor, Experience, GroupLearner, Lane, Learner
@@ -21,9 +23,11 @@ from ebrl.core.readings import TrainReading
 from ebrl.core.records import TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
 from ebrl.train.assemble import Assembler, Dropped
+from ebrl.train.checkpoint import Checkpoint, stateful
 from ebrl.train.groups import Groups
 from ebrl.train.journal import Journal
 from ebrl.train.sampling import Sampling, share_metrics, weighted
+from ebrl.train.tree import copied
 
 
 class Trainer:
@@ -47,6 +51,7 @@ class Trainer:
         max_lag: int = 1,
         sampling: Sampling | None = None,
         threads: int = 1,
+        resume: Checkpoint | None = None,
         name: str = "trainer",
     ) -> None:
         """Describe a trainer.
@@ -55,12 +60,14 @@ class Trainer:
             envs: A started `EnvGroup`; its actor receives the weights.
             learner: Does the updates. One with an attribute `groups` (`ebrl.core.protocols.GroupLearner`) is given
                 episodes of complete groups only.
-            updates: How many.
+            updates: How many, those of the run that is continued included.
             max_lag: Versions that a trained decision may be behind; 0 waits for the data of each version.
             sampling: What is done about environments of different speed. ``"arrival"``: nothing. ``"quota"``: each may
                 start B / N decisions per version. ``"weighted"``: decisions count so that tasks do equally
                 (`ebrl.train.sampling`). None: ``"weighted"`` where there are several tasks, else ``"arrival"``.
             threads: Of torch, within an update.
+            resume: Go on from there: with the learner's state, which is loaded when the service starts, the number of
+                the version, the ledger, and decisions that were not trained. None begins anew.
             name: Of the service.
 
         Raises:
@@ -83,6 +90,8 @@ class Trainer:
         self._sampling = sampling or ("weighted" if len(self._tasks) > 1 else "arrival")
         self._groups = Groups(envs.group_size, learner.groups) if isinstance(learner, GroupLearner) else None
         self._threads = threads
+        self._resume = resume
+        self._updating = False
         self._assembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
         self._lane: Lane | None = None
@@ -96,6 +105,7 @@ class Trainer:
     def open(self, runtime: Runtime) -> None:
         """Take a lane and open the group's credit; called by `Runtime.start`."""
         self._runtime = runtime
+        saved = self._resume
         self._began_s = self._updated_s = runtime.clock()
         self._assembler = Assembler(
             self._learner.batch_size, self.max_lag, canonical=runtime.deterministic and self.max_lag == 0
@@ -107,14 +117,35 @@ class Trainer:
         if runtime.events is not None:
             if groups or len(self._tasks) > 1:
                 raise ConfigError("a recorded run has one task and no groups: leave out Runtime(record=...)")
+            if saved is not None:
+                raise ConfigError("a run is recorded from its beginning: leave out Runtime(record=...), or resume=...")
             self._journal = Journal(
                 runtime.events, self._learner, seed=runtime.seed, name=self.name, max_lag=self.max_lag
             )
-        self._envs.open_training(self._learner.batch_size, self.max_lag, quota=quota, groups=groups)
+        if saved is not None:  # nobody has decided anything before credit is given: all is of the saved version
+            saved.restore(self._learner)
+            self._envs.actor.weights.begin(self._learner.policy, saved.update)
+            self._num_updates = saved.update
+            self._began_s -= saved.elapsed_s
+            for segment in saved.experience.taken:
+                self._assembler.add(segment)
+        experience = saved.experience if saved is not None else None
+        self._envs.open_training(self._learner.batch_size, self.max_lag, quota=quota, groups=groups, saved=experience)
         self._profile = StageProfile("train", self.name)
         runtime.profiles.add(self._profile)
         self._read()
         runtime.tuning.add_trainer(self)
+
+    @property
+    def runtime(self) -> Runtime:
+        """Where it runs.
+
+        Raises:
+            Closed: It was not started, or has ended.
+        """
+        if self._runtime is None or self._lane is None:
+            raise Closed(f"{self.name} is not running: start it with rt.start(trainer), inside its runtime")
+        return self._runtime
 
     @property
     def actor(self) -> Actor:
@@ -147,6 +178,24 @@ class Trainer:
         now_s = self._runtime.clock()
         return self._profile.read(now_s, self._num_updates * self._learner.batch_size, busy_s)
 
+    async def snapshot(self) -> Checkpoint:
+        """Return the run as it is now; between two updates, while rollouts go on.
+
+        Raises:
+            ConfigError: An update runs, or the learner is not `ebrl.core.protocols.Stateful`.
+            Closed: The trainer is not running.
+        """
+        elapsed_s = self.runtime.clock() - self._began_s
+        lane, learner, update = self._lane, stateful(self._learner), self._num_updates
+        assert lane is not None
+        if self._updating:
+            raise ConfigError(f"{self.name} is in an update: save in the body of `async for report in trainer`")
+        saved = self._envs.save()
+        saved = replace(saved, taken=self._assembler.segments)
+        # Queued in the same turn of the loop: no update comes between.
+        state = await lane.run(lambda: copied(learner.state_dict()), n=0)
+        return Checkpoint(update, elapsed_s, state, saved)
+
     async def aclose(self, deadline_s: float) -> None:
         """Wait for a running update, up to the deadline."""
         lane, self._lane = self._lane, None
@@ -174,6 +223,7 @@ class Trainer:
         batch = await self._next_batch()
         update_s = clock()
         shares = [(segment.env, len(segment.decisions)) for segment in batch.segments]
+        self._updating = True
         updating = lane.run(self._update, batch, n=self._learner.batch_size)
         del batch  # the lane frees its thousands of records, and not the loop
         trained = False
@@ -183,10 +233,11 @@ class Trainer:
             trained = True
         finally:
             if not trained:  # the update failed or was cancelled: its data are used up, and must be booked
-                self._book([Dropped(env, "lost", num) for env, num in shares])
+                _book(self._envs.admission, [Dropped(env, "lost", num) for env, num in shares])
         done_s = clock()
         self._envs.admission.train(shares)
         self._num_updates += 1
+        self._updating = False
         self._update_s, self._updated_s = done_s - update_s, done_s
         self._profile.observe(self._learner.batch_size, self._update_s)
         if runtime.trace is not None:
@@ -213,16 +264,12 @@ class Trainer:
                 dropped += assembler.add(segment)
             batch, too_old = assembler.take(version)
             dropped += too_old
-            self._book(dropped)
+            _book(envs.admission, dropped)
             if self._journal is not None:
                 self._journal.take(segments, envs.admission.ledger().dropped)
             if batch is not None:
                 return batch
             assert dropped, "a batch is finished by the ledger, and not in the assembler"
-
-    def _book(self, dropped: list[Dropped]) -> None:
-        for drop in dropped:
-            self._envs.admission.drop(drop.env, drop.reason, "buffered", drop.num)
 
     def _report(
         self, lags: NDArray[np.int64], metrics: Mapping[str, float], rollout_s: float, update_s: float, now_s: float
@@ -242,3 +289,8 @@ class Trainer:
             dropped=dict(self._envs.admission.ledger().dropped),
             tasks=self._tasks,
         )
+
+
+def _book(admission: Admission, dropped: list[Dropped]) -> None:
+    for drop in dropped:
+        admission.drop(drop.env, drop.reason, "buffered", drop.num)

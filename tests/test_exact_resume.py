@@ -1,0 +1,206 @@
+"""A deterministic run that ends anywhere and goes on is, bit by bit, the run that did not end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebrl.core.records import EnvSpec, TrainBatch, UpdateReport
+from ebrl.core.runtime import Runtime
+from ebrl.core.saved import SavedExperience
+from ebrl.core.virtual import run_virtual
+from ebrl.gen.generator import Generator
+from ebrl.gen.policies import TorchPolicy, default_policy
+from ebrl.sim.context import EnvContext
+from ebrl.sim.group import EnvGroup, EnvProgram
+from ebrl.sim.programs import rollout
+from ebrl.train.checkpoint import Checkpoint, Checkpointer
+from ebrl.train.options import Proximal
+from ebrl.train.ppo import PPO, PPOConfig
+from ebrl.train.trainer import Trainer
+from tests.helpers import assert_sound
+from tests.test_determinism import LENGTHS, machine, parameter_hash
+
+
+class Watched:
+    """A learner that hashes what it consumes, batch by batch."""
+
+    def __init__(self, learner: PPO) -> None:
+        self.learner = learner
+        self.batch_size = learner.batch_size
+        self.policy = learner.policy
+        self.state_dict, self.load_state_dict = learner.state_dict, learner.load_state_dict
+        self.consumed: list[str] = []
+
+    def update(self, batch: TrainBatch) -> Mapping[str, float]:
+        hasher = hashlib.sha256()
+        for d in batch.decisions:
+            hasher.update(f"{d.env},{d.episode},{d.index},{d.version},{d.rewards};".encode())
+            hasher.update(d.out.action.tobytes() + d.out.log_prob.tobytes())
+        self.consumed.append(hasher.hexdigest())
+        return self.learner.update(batch)
+
+
+@dataclass
+class Part:
+    """What one process did, and what it saved after which update."""
+
+    consumed: list[str] = field(default_factory=list)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    dropped: list[Mapping[str, int]] = field(default_factory=list)
+    episodes: list[Any] = field(default_factory=list)
+    weights: str = ""
+    saved: dict[int, list[Checkpoint]] = field(default_factory=dict)
+
+    def take(self, report: UpdateReport) -> None:
+        self.metrics.append(report.metrics)
+        self.steps.append(report.env_steps)
+        self.dropped.append(report.dropped)
+        self.episodes.append(
+            [(e.env, e.episode, e.seed, e.total_reward, e.num_steps, e.num_decisions) for e in report.episodes]
+        )
+
+
+async def mixed(env: EnvContext) -> None:
+    """Draws, asks another policy, intervenes, and calls its simulator in between."""
+    obs, _ = await env.reset()
+    while not env.done:
+        out = await env.act(obs)
+        other = await env.act(obs, OTHER[0])
+        chance = env.rng.random() * (1.0 if other.action[0, 0] > -0.5 else 0.5)
+        if chance < 0.2:
+            obs = (await env.intervene(-out.action)).obs
+            continue
+        obs = (await env.step(out.action)).obs
+        if chance > 0.8 or env.done:
+            await env.call(nothing)
+
+
+OTHER: list[Generator] = []  # of the running test
+TASKS = [replace(LENGTHS, task="a"), replace(LENGTHS, task="b")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs."""
+
+    program: EnvProgram = rollout
+    specs: Sequence[EnvSpec] = (LENGTHS,)
+    segment_length: int | None = None
+    memory_size: int = 0
+    proximal: Proximal = "start"
+
+    def policy(self, seed: int = 0) -> TorchPolicy:
+        return default_policy(LENGTHS, hidden=(8,), memory_size=self.memory_size, seed=seed)
+
+    def learner(self, policy: TorchPolicy) -> PPO:
+        return PPO(policy, PPOConfig(batch_size=24, minibatch_size=8, epochs=1, proximal=self.proximal))
+
+
+CASES = {
+    "plain": Case(),
+    "several tasks": Case(specs=TASKS),
+    "mixed": Case(program=mixed, segment_length=3),
+    "recurrent": Case(program=mixed, memory_size=3, proximal="ewma"),
+}
+
+
+def nothing(sim: Any) -> int:
+    return 0
+
+
+def deterministic(
+    updates: int,
+    resume: Checkpoint | None = None,
+    *,
+    case: Case = CASES["plain"],
+    seed: int = 0,
+    pauses: Mapping[int, Sequence[float]] | None = None,
+) -> Part:
+    """Run to `updates`, with a snapshot after each pause that an update is followed by."""
+    policy = case.policy()
+    learner = Watched(case.learner(policy))
+    part = Part(learner.consumed)
+
+    async def main() -> None:
+        async with Runtime(machine(seed), seed=3, deterministic=True) as rt:
+            gen = rt.start(Generator(policy))
+            OTHER[:] = [rt.start(Generator(case.policy(seed=9), name="other"))]
+            options: dict[str, Any] = {"program": case.program, "segment_length": case.segment_length}
+            envs = rt.start(EnvGroup(case.specs, actor=gen, count=4, **options))
+            trainer = rt.start(Trainer(envs, learner, updates=updates, max_lag=0, resume=resume))
+            async for report in trainer:
+                part.take(report)
+                assert_sound(envs.admission.ledger())
+                for pause_s in (pauses or {}).get(report.update, ()):
+                    await asyncio.sleep(pause_s)
+                    part.saved.setdefault(report.update, []).append(await trainer.snapshot())
+
+    run_virtual(main())
+    part.weights = parameter_hash(policy)
+    return part
+
+
+Wanted = Callable[[SavedExperience], bool]
+MOMENTS: dict[int, tuple[Sequence[float], Wanted]] = {
+    1: ([0.0], lambda saved: saved.ledger.in_flight == 4),
+    2: ([0.5] * 20, lambda saved: saved.ledger.parked > 2 and saved.ledger.in_flight > 1),
+    3: ([0.5] * 40, lambda saved: any(env.running is None for env in saved.envs)),
+    4: ([0.5] * 40, lambda saved: any(env.running is not None and env.running.reported for env in saved.envs)),
+    5: ([400.0], lambda saved: saved.ledger.num_waiting == 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_deterministic_run_goes_on_bit_by_bit(name: str, tmp_path: Path) -> None:
+    """Saved in the midst of decisions, between two episodes, and while a program still holds one that has ended."""
+    case = CASES[name]
+    whole = deterministic(6, case=case)
+    saving = deterministic(6, pauses={update: pauses for update, (pauses, _) in MOMENTS.items()}, seed=1, case=case)
+    assert (saving.consumed, saving.metrics, saving.weights) == (whole.consumed, whole.metrics, whole.weights)
+    for update, (_, wanted) in MOMENTS.items():
+        if case.program is rollout and update == 4:
+            continue  # it does nothing after the end of an episode
+        saves = Checkpointer(tmp_path / str(update))
+        saves._write(next(saved for saved in saving.saved[update] if wanted(saved.experience)))
+        part = deterministic(6, saves.latest(), seed=100 + update, case=case)
+        assert part.consumed == whole.consumed[update:]
+        assert part.metrics == whole.metrics[update:]
+        assert part.weights == whole.weights
+        assert part.dropped == whole.dropped[update:]
+        before = [episode for episodes in saving.episodes[:update] for episode in episodes]
+        after = [episode for episodes in part.episodes for episode in episodes]
+        assert len(set(before + after)) == len(before + after), "none is reported twice"
+        assert set(before + after) >= {episode for episodes in whole.episodes for episode in episodes}
+
+
+@pytest.mark.slow
+def test_a_run_that_was_resumed_can_be_resumed_again_before_all_episodes_are_back() -> None:
+    whole = deterministic(4, pauses={2: [3.0]})
+    (first,) = whole.saved[2]
+
+    async def main() -> Checkpoint:
+        case = CASES["plain"]
+        policy = case.policy()
+        async with Runtime(machine(1), seed=3, deterministic=True) as rt:
+            gen = rt.start(Generator(policy))
+            envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=4))
+            learner = case.learner(policy)
+            trainer = rt.start(Trainer(envs, learner, updates=4, max_lag=0, resume=first))
+            await asyncio.sleep(0.5)
+            return await trainer.snapshot()
+
+    second = run_virtual(main())
+    pairs = zip(first.experience.envs, second.experience.envs, strict=True)
+    assert any(env is again and env.running is not None for env, again in pairs)
+    third = deterministic(4, second, seed=2)
+    assert third.consumed == whole.consumed[2:]
+    assert third.weights == whole.weights
