@@ -14,7 +14,13 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.records import ArraySpec, EnvSpec, Host
 from ebrl.sim.simulator import construction_lock
 
-ADAPTERS: Final = {"Meta-World": "metaworld", "LIBERO": "libero", "ManiSkill": "maniskill", "robosuite": "robosuite"}
+ADAPTERS: Final = {
+    "Meta-World": "metaworld",
+    "LIBERO": "libero",
+    "ManiSkill": "maniskill",
+    "robosuite": "robosuite",
+    "EnvPool": "envpool",
+}
 """First part of an id, and the name of the module in `ebrl.sim.envs` and of the extra that brings the simulator."""
 
 NO_GL: Final = "glx"
@@ -32,6 +38,7 @@ class Wanted:
         action_repeat: As there.
         task: As there.
         host: As there.
+        num_slots: As there.
     """
 
     name: str
@@ -40,8 +47,11 @@ class Wanted:
     action_repeat: int = 1
     task: str = ""
     host: Host | None = None
+    num_slots: int = 0
 
-    def spec(self, name: str, make: Callable[[], Any], horizon: int, task: str, memory_mib: int = 0) -> EnvSpec:
+    def spec(
+        self, name: str, make: Callable[[], Any], horizon: int, task: str, memory_mib: int = 0, num_slots: int = 0
+    ) -> EnvSpec:
         """Return a description without spaces.
 
         Args:
@@ -50,8 +60,11 @@ class Wanted:
             horizon: Where the user did not ask for another.
             task: Likewise.
             memory_mib: That one simulator takes; 0: little.
+            num_slots: Of a batched simulator.
         """
         blank = ArraySpec((), "float32")
+        # Else steps that hold the lock, and resets of which one thread at a time is capable.
+        host = self.host or ("thread" if num_slots else "process")
         return EnvSpec(
             name,
             make,
@@ -60,8 +73,9 @@ class Wanted:
             self.horizon or horizon,
             self.action_repeat,
             self.task or task,
-            self.host or "process",  # steps that hold the lock, and resets of which one thread at a time is capable
+            host,
             memory_mib=memory_mib,
+            num_slots=num_slots,
         )
 
 

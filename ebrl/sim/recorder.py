@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ebrl.core.admission import Admission, Drop
@@ -141,3 +141,19 @@ class Recorder:
             return
         self._open = []
         self.emit(Segment(self.env, self.task, decisions, self._last_obs, reason))
+
+
+def cut_stale(recorders: Iterable[Recorder], admission: Admission, stale: int) -> None:
+    """Cut open segments for the next batch of the consumer.
+
+    Args:
+        recorders: Of all environments.
+        admission: Their ledger.
+        stale: All that hold a decision of this version or an older one are cut, since it could not wait for the batch
+            after; then, while the batch is not complete, those with the oldest versions.
+    """
+    started = [recorder for recorder in recorders if recorder.oldest_version is not None]
+    for recorder in sorted(started, key=lambda recorder: recorder.oldest_version or 0):
+        if (recorder.oldest_version or 0) > stale and admission.missing <= 0:
+            break
+        recorder.cut("taken")

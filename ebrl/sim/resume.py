@@ -23,6 +23,7 @@ from ebrl.core.saved import SavedEnv, SavedEpisode, SavedExperience
 if TYPE_CHECKING:
     import asyncio
 
+    from ebrl.sim.cohorts import Cohorts
     from ebrl.sim.context import EnvContext
     from ebrl.sim.group import EnvGroup
 
@@ -226,22 +227,14 @@ def resume_group(group: EnvGroup, saved: SavedExperience) -> SavedExperience:
     Raises:
         ConfigError: It is of another number of environments, of other tasks, or of another seed.
     """
-    num, name, cohorts = len(saved.envs), group.name, group.cohorts
-    if num != group.count:
-        raise ConfigError(f"{name}: the checkpoint is of {num} environments: use count={num}")
-    if saved.tasks != group.tasks:
-        raise ConfigError(f"{name}: the checkpoint is of tasks {saved.tasks}, not {group.tasks}: use the same specs")
-    if saved.seed != group.seed:
-        raise ConfigError(f"{name}: the checkpoint is of seed {saved.seed}: use Runtime(seed={saved.seed})")
+    cohorts = group.cohorts
+    check_alike(saved, group.name, group.tasks, group.seed)
     if group.replays:
         _warn_of_loss(group, saved)
     saved = saved.settled(replay=group.replays and cohorts is None)
     envs = saved.envs
-    if cohorts is not None:  # the members of a group go on with one episode
-        size = group.group_size
-        last = [max(env.episode for env in envs[i : i + size]) for i in range(0, num, size)]
-        cohorts.resume([episode + 1 for episode in last])
-        envs = [replace(env, episode=last[i // size]) for i, env in enumerate(envs)]
+    if cohorts is not None:
+        envs = align(envs, group.group_size, cohorts)
     group._segments, group._episodes = list(saved.segments), list(saved.episodes)
     still_open = {segment.env: segment for segment in saved.open}
     for recorder, env in zip(group._recorders, envs, strict=True):
@@ -250,6 +243,28 @@ def resume_group(group: EnvGroup, saved: SavedExperience) -> SavedExperience:
     for context in group._contexts:
         group._past.give(context)
     return saved
+
+
+def check_alike(saved: SavedExperience, name: str, tasks: list[str], seed: int) -> None:
+    """Check that a run can be continued by these environments.
+
+    Raises:
+        ConfigError: It is of another number of environments, of other tasks, or of another seed.
+    """
+    num = len(saved.envs)
+    if num != len(tasks):
+        raise ConfigError(f"{name}: the checkpoint is of {num} environments: use count={num}")
+    if saved.tasks != tasks:
+        raise ConfigError(f"{name}: the checkpoint is of tasks {saved.tasks}, not {tasks}: use the same specs")
+    if saved.seed != seed:
+        raise ConfigError(f"{name}: the checkpoint is of seed {saved.seed}: use Runtime(seed={saved.seed})")
+
+
+def align(envs: list[SavedEnv], size: int, cohorts: Cohorts) -> list[SavedEnv]:
+    """Let the members of each group of `size` go on with one episode."""
+    last = [max(env.episode for env in envs[i : i + size]) for i in range(0, len(envs), size)]
+    cohorts.resume([episode + 1 for episode in last])
+    return [replace(env, episode=last[i // size]) for i, env in enumerate(envs)]
 
 
 def _warn_of_loss(group: EnvGroup, saved: SavedExperience) -> None:

@@ -13,15 +13,17 @@ from typing import Any, NoReturn, TypeAlias
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from ebrl.core.errors import ConfigError, SpaceError, UnknownEnv
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
 from ebrl.sim import adapters
 from ebrl.sim.adapters import Wanted, has_adapter
 from ebrl.sim.simulator import Simulator, construction_lock
+from ebrl.sim.vector_simulator import SLOT_SEEDS, VectorSimulator, accept
 
 Form: TypeAlias = "ArraySpec | Mapping[str, ArraySpec]"
-Factory: TypeAlias = "Callable[..., gymnasium.Env[Any, Any]]"
+Factory: TypeAlias = "Callable[..., gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]]"
 
 SUCCESS = ("success", "is_success")
 """Entries of ``info`` that say whether the task is done."""
@@ -36,6 +38,7 @@ def env_spec(
     task: str = "",
     host: Host | None = None,
     memory_mib: int = 0,
+    num_slots: int = 0,
     **kwargs: Any,
 ) -> EnvSpec:
     """Describe an environment; builds one, plays one step, and closes it.
@@ -55,6 +58,9 @@ def env_spec(
         host: Where it runs; None: what suits the simulator.
         memory_mib: That one simulator takes; a group is not built where its simulators do not fit. 0: what its
             adapter knows.
+        num_slots: M; describes a batched simulator, for `VectorGroup`: the adapter's own (EnvPool, ManiSkill on a GPU),
+            or else M environments that are stepped in turn. A function that makes a ``gymnasium.vector.VectorEnv`` says
+            so itself. 0: one environment, for `EnvGroup`.
         **kwargs: For the environment.
 
     Raises:
@@ -63,11 +69,11 @@ def env_spec(
         ConfigError: Options out of range, or a package is missing.
         InvalidData: The environment contradicts its own spaces.
     """
-    check_options(horizon, action_repeat, host, memory_mib)
+    check_options(horizon, action_repeat, host, memory_mib, num_slots)
     if isinstance(env, str) and has_adapter(env):
-        (spec,) = _adapted(Wanted(env, kwargs, horizon, action_repeat, task, host), only=True)
+        (spec,) = _adapted(Wanted(env, kwargs, horizon, action_repeat, task, host, num_slots), only=True)
     else:
-        spec = _describe(env, horizon, action_repeat, task, host, kwargs)
+        spec = probe(batched(_describe(env, horizon, action_repeat, task, host, kwargs), num_slots))
     return replace(spec, memory_mib=memory_mib or spec.memory_mib)
 
 
@@ -79,6 +85,7 @@ def env_specs(
     action_repeat: int = 1,
     host: Host | None = None,
     memory_mib: int = 0,
+    num_slots: int = 0,
     **kwargs: Any,
 ) -> tuple[EnvSpec, ...]:
     """Describe all tasks of a benchmark, for `EnvGroup`; of anything else, the one environment that it is.
@@ -95,30 +102,35 @@ def env_specs(
         action_repeat: As for `env_spec`.
         host: As for `env_spec`.
         memory_mib: As for `env_spec`, of each simulator.
+        num_slots: As for `env_spec`.
         **kwargs: For the environments.
 
     Raises:
         EbrlError: As `env_spec`.
     """
     if not isinstance(env, str) or not has_adapter(env):
-        options: dict[str, Any] = {"horizon": horizon, "action_repeat": action_repeat, "host": host}
+        options: dict[str, Any] = {
+            "horizon": horizon,
+            "action_repeat": action_repeat,
+            "host": host,
+            "num_slots": num_slots,
+        }
         return (env_spec(env, memory_mib=memory_mib, **options, **kwargs),)
-    check_options(horizon, action_repeat, host, memory_mib)
-    specs = _adapted(Wanted(env, kwargs, horizon, action_repeat, host=host))
+    check_options(horizon, action_repeat, host, memory_mib, num_slots)
+    specs = _adapted(Wanted(env, kwargs, horizon, action_repeat, host=host, num_slots=num_slots))
     return tuple(replace(spec, memory_mib=memory_mib or spec.memory_mib) for spec in specs)
 
 
 def _adapted(wanted: Wanted, only: bool = False) -> tuple[EnvSpec, ...]:
-    specs = adapters.describe(wanted)
+    specs = tuple(batched(spec, wanted.num_slots) for spec in adapters.describe(wanted))
     if only and len(specs) > 1:
         raise ConfigError(f'{wanted.name} has {len(specs)} tasks: env_specs("{wanted.name}") describes all of them')
     try:
         first = probe(specs[0])  # the tasks of a benchmark have one form
     except TypeError as error:
         raise ConfigError(f"{wanted.name} does not take {wanted.kwargs}: {str(error).splitlines()[0]}") from error
-    return tuple(
-        replace(spec, observation=first.observation, action=first.action, info_keys=first.info_keys) for spec in specs
-    )
+    found = {name: getattr(first, name) for name in ("observation", "action", "info_keys", "num_slots", "slot_seeds")}
+    return tuple(replace(spec, **found) for spec in specs)
 
 
 def _describe(
@@ -134,14 +146,28 @@ def _describe(
             f"env_spec takes an id or a function that makes an environment, got {type(env).__name__}: "
             "write env_spec(lambda: MyEnv(...))"
         )
-    spec = EnvSpec(
-        name, make, ArraySpec((), "float32"), ArraySpec((), "float32"), horizon, action_repeat, task, host or "thread"
-    )
-    return probe(spec)
+    blank = ArraySpec((), "float32")
+    return EnvSpec(name, make, blank, blank, horizon, action_repeat, task, host or "thread")
+
+
+def batched(spec: EnvSpec, num_slots: int) -> EnvSpec:
+    """Return the description of a batched simulator of environments that are stepped in turn; as it is for 0 slots."""
+    if not num_slots or spec.num_slots:
+        return spec
+    return replace(spec, make=functools.partial(in_turn, spec.make, num_slots), num_slots=num_slots)
+
+
+def in_turn(make: Callable[[], Any], num_slots: int) -> VectorEnv[Any, Any, Any]:
+    """Make environments that are stepped in turn, as one batched simulator; what is one already stays as it is."""
+    first = make()
+    if isinstance(first, VectorEnv):
+        return first
+    makes = [lambda: first, *[make] * (num_slots - 1)]
+    return SyncVectorEnv(makes, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
 
 def probe(spec: EnvSpec) -> EnvSpec:
-    """Fill in what only an instance can tell: spaces and numeric info keys.
+    """Fill in what only an instance can tell: spaces, numeric info keys, and what there is to know of slots.
 
     Args:
         spec: Without them.
@@ -152,6 +178,8 @@ def probe(spec: EnvSpec) -> EnvSpec:
     """
     with construction_lock:
         env = spec.make()
+    if isinstance(env, VectorEnv):
+        return _probe_batched(spec, env)
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"{spec.id}: expected the function to make a gymnasium.Env, got {type(env).__name__}")
     try:
@@ -164,6 +192,34 @@ def probe(spec: EnvSpec) -> EnvSpec:
     keys = dict.fromkeys(SUCCESS)  # often there only at the end of an episode, which the probe does not see
     keys |= {key: None for info in infos for key, value in info.items() if is_numeric(key, value)}
     return replace(spec, info_keys=tuple(keys))
+
+
+def _probe_batched(spec: EnvSpec, env: VectorEnv[Any, Any, Any]) -> EnvSpec:
+    try:
+        num = accept(env, spec.id)
+        if num != (spec.num_slots or num):
+            raise ConfigError(
+                f"{spec.id}: num_slots={spec.num_slots}, but the function makes {num} slots: leave it out"
+            )
+        spec = replace(
+            spec,
+            observation=observation_spec(env.single_observation_space, spec.id),
+            action=action_spec(env.single_action_space, spec.id),
+            num_slots=num,
+            slot_seeds=bool(env.metadata.get(SLOT_SEEDS, True)),
+        )
+        simulator = VectorSimulator(replace(spec, make=lambda: env, action_repeat=1))
+        try:
+            simulator.reset(dict.fromkeys(range(num), 0))
+        except (TypeError, ValueError, gymnasium.error.Error) as error:
+            raise ConfigError(
+                f"{spec.id}: reset(seed=...) failed ({error}): a batched simulator takes a list of seeds, one per "
+                f"slot, or says metadata[{SLOT_SEEDS!r}] = False and takes one number"
+            ) from error
+        simulator.step(np.stack([neutral_action(spec.action)] * num))
+    finally:
+        env.close()
+    return spec
 
 
 def observation_spec(space: Any, name: str) -> Form:
@@ -272,7 +328,7 @@ def unknown_env(name: str, known: Mapping[str, str], hint: str = "", cause: Base
     raise UnknownEnv(f"no environment {name!r}; nearest: {', '.join(near)}{hint}") from cause
 
 
-def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int) -> None:
+def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int, num_slots: int = 0) -> None:
     """Check what does not depend on the environment.
 
     Raises:
@@ -287,6 +343,10 @@ def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int) 
         raise ConfigError(f'host must be "thread", "process" or None, got {host!r}')
     if memory_mib < 0:
         raise ConfigError(f"memory_mib must be at least 0, got {memory_mib}")
+    if num_slots < 0:
+        raise ConfigError(f"num_slots must be at least 1 for a batched simulator, got {num_slots}")
+    if num_slots and host == "process":
+        raise ConfigError("a batched simulator runs in a thread of this process: leave out host='process'")
 
 
 def _metaworld_names() -> dict[str, str]:
