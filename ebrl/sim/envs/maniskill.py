@@ -1,4 +1,7 @@
-"""ManiSkill 3 (Tao et al. 2024, arXiv:2410.00425) on the CPU, one simulator each, such as ``"ManiSkill/PickCube-v1"``.
+"""ManiSkill 3 (Tao et al. 2024, arXiv:2410.00425), such as ``"ManiSkill/PickCube-v1"``.
+
+On the CPU, one simulator each; or, with ``num_slots``, one of many slots on the GPU, which was written for one and not
+exercised on one.
 
 States work on a machine that cannot draw: ManiSkill makes materials all the same, so that they are replaced by objects
 that do nothing. Pictures need a Vulkan device. Actions of tasks with several robots, which are dictionaries, are one
@@ -24,6 +27,7 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.records import Array, EnvSpec
 from ebrl.sim.adapters import Wanted
 from ebrl.sim.envs.common import IMAGE_SIZE, STATE, camera_names, image_key, observation_space, vector
+from ebrl.sim.envs.tensors import TensorVectorEnv, flat, to_numpy
 from ebrl.sim.simulator import construction_lock
 from ebrl.sim.spec import unknown_env
 
@@ -84,18 +88,12 @@ class ManiSkillEnv(gymnasium.Env[Any, Array]):
         Raises:
             ConfigError: No such camera, or the task needs a Vulkan device or assets that are not there.
         """
-        draws = can_draw()
-        if cameras and not draws:
-            raise ConfigError(f"{FIRST}{task}: pictures need a Vulkan device ({NO_VULKAN})")
         full = full_state if full_state is not None else not cameras
-        mode = ("rgb+state" if full else "rgb") if cameras else "state_dict"
-        backend = "cpu" if cameras else "none"
-        options: dict[str, Any] = {"obs_mode": mode, "sim_backend": "physx_cpu", "render_backend": backend}
-        if cameras:
-            options["sensor_configs"] = {"width": image_size, "height": image_size}
+        options = {"sim_backend": "physx_cpu", "render_backend": "cpu" if cameras else "none"} | kwargs
         self._extra = full or bool(cameras)  # beside pictures, ManiSkill leaves out what a robot could not know
         self._cameras: tuple[str, ...] = ()
-        self._env = _make(task, draws, options | kwargs)
+        env = _make(task, _modes(task, cameras, image_size, full) | options)  # imports ManiSkill in the right order
+        self._env = importlib.import_module("mani_skill.utils.wrappers.gymnasium").CPUGymWrapper(env)
         self._parts, self.action_space = _flat(self._env.action_space)
         obs, _ = self._env.reset(seed=0)
         self._cameras = camera_names(cameras, obs.get("sensor_data", {}), f"{FIRST}{task}")
@@ -127,10 +125,61 @@ class ManiSkillEnv(gymnasium.Env[Any, Array]):
         self._env.close()
 
     def _observe(self, obs: Mapping[str, Any]) -> dict[str, Array]:
-        parts = [obs[STATE]] if STATE in obs else [*_leaves(obs["agent"])]
-        if STATE not in obs and self._extra:
-            parts += _leaves(obs["extra"])
+        parts = _parts(obs, self._extra)
         return {STATE: vector(parts), **{image_key(c): obs["sensor_data"][c]["rgb"] for c in self._cameras}}
+
+
+def make_batched(
+    task: str,
+    num_slots: int,
+    cameras: str | Sequence[str] = (),
+    image_size: int = IMAGE_SIZE,
+    full_state: bool | None = None,
+    **kwargs: Any,
+) -> TensorVectorEnv:
+    """Build one simulator of many slots, on the GPU unless `kwargs` say otherwise. Not exercised on a GPU.
+
+    Args:
+        task: Such as ``"PickCube-v1"``.
+        num_slots: M.
+        cameras: As for `ManiSkillEnv`; so are the others.
+        image_size: See there.
+        full_state: See there.
+        **kwargs: See there.
+
+    Raises:
+        ConfigError: As `ManiSkillEnv`.
+    """
+    full = full_state if full_state is not None else not cameras
+    options = {"sim_backend": "physx_cuda", "render_backend": "gpu" if cameras else "none", "reconfiguration_freq": 0}
+    env = _make(task, _modes(task, cameras, image_size, full) | {"num_envs": num_slots} | options | kwargs)
+    seen: Mapping[str, Any] = env.reset(seed=0)[0]
+    names = camera_names(cameras, seen.get("sensor_data", {}), f"{FIRST}{task}")
+    parts, space = _flat(env.unwrapped.single_action_space)
+
+    def observe(obs: Mapping[str, Any]) -> dict[str, Array]:
+        state = flat(_parts(obs, full or bool(cameras)))
+        return {STATE: state, **{image_key(c): to_numpy(obs["sensor_data"][c]["rgb"]) for c in names}}
+
+    def act(actions: Array) -> Any:
+        return actions if parts is None else {name: actions[:, start:end] for name, (start, end) in parts.items()}
+
+    seen_space = observation_space(observe(seen)[STATE].shape[1], names, image_size)
+    return TensorVectorEnv(env.unwrapped, seen_space, space, observe, act)
+
+
+def _modes(task: str, cameras: str | Sequence[str], image_size: int, full: bool) -> dict[str, Any]:
+    """Return the options that say what is observed.
+
+    Raises:
+        ConfigError: Nothing can be drawn here.
+    """
+    if not cameras:
+        return {"obs_mode": "state_dict"}
+    if not can_draw():
+        raise ConfigError(f"{FIRST}{task}: pictures need a Vulkan device ({NO_VULKAN})")
+    size = {"width": image_size, "height": image_size}
+    return {"obs_mode": "rgb+state" if full else "rgb", "sensor_configs": size}
 
 
 def _registration() -> Any:
@@ -141,16 +190,20 @@ def _registration() -> Any:
     return importlib.import_module("mani_skill.utils.registration")
 
 
-def _make(task: str, draws: bool, options: dict[str, Any]) -> Any:
-    make = _registration().make
-    wrap = importlib.import_module("mani_skill.utils.wrappers.gymnasium").CPUGymWrapper
+def _make(task: str, options: dict[str, Any]) -> Any:
+    draws, make = can_draw(), _registration().make
     try:
-        return wrap(make(task, **options))
+        return make(task, **options)
     except OSError as error:  # of the download that was tried in place of a question on stdin
         raise ConfigError(
             f"{FIRST}{task} needs assets ({error}): python -m mani_skill.utils.download_asset {task}"
         ) from error
     except (AttributeError, RuntimeError) as error:
+        if "num_envs" in options:
+            raise ConfigError(
+                f"{FIRST}{task} in {options['num_envs']} slots needs a GPU; on the CPU leave out num_slots, and use an "
+                f"EnvGroup: {str(error).splitlines()[0]}"
+            ) from error
         if draws and options["render_backend"] == "none":
             raise
         raise ConfigError(f"{FIRST}{task} needs a Vulkan device here ({NO_VULKAN}): {error}") from error
@@ -169,12 +222,19 @@ def _flat(space: Any) -> tuple[dict[str, tuple[int, int]] | None, spaces.Box]:
     return parts, spaces.Box(low, high, dtype=np.float32)
 
 
-def _leaves(value: Any) -> Iterator[Array]:
+def _parts(obs: Mapping[str, Any], extra: bool) -> list[Any]:
+    """Return what belongs to the state."""
+    if STATE in obs:
+        return [obs[STATE]]
+    return [*_leaves(obs["agent"]), *(_leaves(obs["extra"]) if extra else ())]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for part in value.values():
             yield from _leaves(part)
     else:
-        yield np.asarray(value)
+        yield value
 
 
 def _numbers(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,5 +254,8 @@ def describe(wanted: Wanted) -> tuple[EnvSpec, ...]:
     known = _registration().REGISTERED_ENVS
     if task not in known:
         unknown_env(wanted.name, {f"{FIRST}{name}": f"{FIRST}{name}" for name in known})
-    make = functools.partial(ManiSkillEnv, task, **wanted.kwargs)
-    return (wanted.spec(wanted.name, make, known[task].max_episode_steps or HORIZON, task),)
+    make: Any = functools.partial(ManiSkillEnv, task, **wanted.kwargs)
+    if wanted.num_slots:
+        make = functools.partial(make_batched, task, wanted.num_slots, **wanted.kwargs)
+    horizon = known[task].max_episode_steps or HORIZON
+    return (wanted.spec(wanted.name, make, horizon, task, num_slots=wanted.num_slots),)
