@@ -9,12 +9,15 @@ DEMO_ARGS ?= --env Meta-World/MT1 --env-kwargs env_name reach-v3 --horizon 150 -
 	--max-lag 1 --ppo.reward-scale 0.1 --ppo.gamma 0.95 --target-success 0.95 --eval-every 4 --run-dir $(DEMO_DIR)
 DEMO_DIR ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 PYTEST_ARGS ?=
+SIMS_VENV ?= .venv-sims
+SIMS_STAMP := $(SIMS_VENV)/.installed
 
-.PHONY: help venv test test-slow lint types unit format demo clean
+.PHONY: help venv test test-slow lint types unit test-sims format demo clean
 
 help:
 	@echo "make demo    install, then train a robot policy on Meta-World reach-v3"
 	@echo "make test    install, then lint, types and tests"
+	@echo "make test-sims    install all simulators (4 GB) in an environment of their own, then run them"
 	@echo "make test-slow    tests that take minutes: runs that are killed, again and again"
 	@echo "make lint | types | unit | format    one of them"
 
@@ -38,6 +41,14 @@ types: venv
 unit: venv
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+$(SIMS_STAMP): pyproject.toml constraints.txt
+	test -x $(SIMS_VENV)/bin/python || $(PYTHON) -m venv $(SIMS_VENV)
+	$(SIMS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,sims]'
+	@touch $@
+
+test-sims: $(SIMS_STAMP)
+	$(SIMS_VENV)/bin/python -m pytest tests/sims -o faulthandler_timeout=240 $(PYTEST_ARGS)
+
 test-slow: venv
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
@@ -49,4 +60,4 @@ demo: venv
 	$(BIN)/ebrl train $(DEMO_ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(SIMS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,6 +14,7 @@ from typing import Any, cast
 import gymnasium
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 
 from ebrl import EnvSpec, PolicyOut, PPOConfig, TorchPolicy
@@ -43,8 +44,8 @@ class Finished:
     success: bool | None
 
 
-class Task(gymnasium.Wrapper[Array, Any, Array, Any]):
-    """An environment as the spec has it: actions repeated, an own horizon; and rewards scaled.
+class Task(gymnasium.Wrapper[Array, Any, Any, Any]):
+    """An environment as the spec has it: actions repeated, an own horizon; and rewards scaled. Only the state is seen.
 
     Args:
         env: What the spec makes.
@@ -54,9 +55,11 @@ class Task(gymnasium.Wrapper[Array, Any, Array, Any]):
     """
 
     def __init__(
-        self, env: gymnasium.Env[Array, Any], spec: EnvSpec, reward_scale: float, finished: list[Finished]
+        self, env: gymnasium.Env[Any, Any], spec: EnvSpec, reward_scale: float, finished: list[Finished]
     ) -> None:
         super().__init__(env)
+        if isinstance(env.observation_space, spaces.Dict):
+            self.observation_space = env.observation_space["state"]
         self._spec, self._scale, self._finished = spec, reward_scale, finished
         self._steps, self._total = 0, 0.0
         self._success: bool | None = None
@@ -64,7 +67,7 @@ class Task(gymnasium.Wrapper[Array, Any, Array, Any]):
     def reset(self, **kwargs: Any) -> tuple[Array, dict[str, Any]]:
         self._steps, self._total, self._success = 0, 0.0, None
         obs, info = self.env.reset(**kwargs)
-        return obs.astype(np.float32), info
+        return state(obs), info
 
     def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         total, terminated, truncated = 0.0, False, False
@@ -80,7 +83,13 @@ class Task(gymnasium.Wrapper[Array, Any, Array, Any]):
         self._total += total
         if terminated or truncated:
             self._finished.append(Finished(self._total, self._success))
-        return obs.astype(np.float32), self._scale * total, terminated, truncated, info
+        return state(obs), self._scale * total, terminated, truncated, info
+
+
+def state(obs: Any) -> Array:
+    """Return the numbers of an observation that may have a name."""
+    numbers: Array = obs["state"] if isinstance(obs, dict) else obs
+    return numbers.astype(np.float32)
 
 
 class Actor(TorchPolicy):

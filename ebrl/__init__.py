@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from ebrl.sim.group import EnvGroup
     from ebrl.sim.programs import rollout
     from ebrl.sim.spec import env_spec, env_specs
+    from ebrl.sim.vector import VectorGroup
+    from ebrl.sim.vector_check import check_vector_env
+    from ebrl.sim.vector_context import VectorContext
     from ebrl.train.checkpoint import Checkpoint, Checkpointer
     from ebrl.train.evaluate import evaluate
     from ebrl.train.grpo import GRPO, GRPOConfig
@@ -66,9 +69,12 @@ _HOMES = {
     "Trace": "core.trace",
     "Trainer": "train.trainer",
     "UpdateReport": "core.records",
+    "VectorContext": "sim.vector_context",
+    "VectorGroup": "sim.vector",
     "VirtualMachine": "core.virtual_machine",
     "check_env": "sim.check",
     "check_policy": "gen.check",
+    "check_vector_env": "sim.vector_check",
     "env_spec": "sim.spec",
     "env_specs": "sim.spec",
     "evaluate": "train.evaluate",
@@ -105,9 +111,12 @@ __all__ = [
     "Trace",
     "Trainer",
     "UpdateReport",
+    "VectorContext",
+    "VectorGroup",
     "VirtualMachine",
     "check_env",
     "check_policy",
+    "check_vector_env",
     "env_spec",
     "env_specs",
     "evaluate",

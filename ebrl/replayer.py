@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,6 +136,9 @@ class _Gate:
             self._gen.request(request)
         else:
             self._held[version].append(request)
+
+    def request_all(self, requests: Sequence[Request]) -> None:
+        raise AssertionError("a recorded run has no batched simulators")
 
     async def publish(self, policy: Any) -> None:
         version = await self._gen.publish(policy)

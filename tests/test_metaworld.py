@@ -40,11 +40,11 @@ def sequential(spec: EnvSpec) -> list[Any]:
     trace: list[Any] = []
     for seed in EPISODES:
         obs: Any = sim.reset(seed)[0]
-        trace.append(obs.tobytes())
+        trace.append(obs["state"].tobytes())
         for action in actions(seed):
             result = sim.step(action)
             obs = result.obs
-            trace += [obs.tobytes(), result.rewards, result.truncated, result.info["success"]]
+            trace += [obs["state"].tobytes(), result.rewards, result.truncated, result.info["success"]]
     sim.close()
     return trace
 
@@ -57,12 +57,12 @@ async def in_host(host: SimHost) -> list[list[Any]]:
         for seed in EPISODES:
             started: asyncio.Future[Any] = loop.create_future()
             slot.reset(started, seed)
-            trace.append((await started)[0].tobytes())
+            trace.append((await started)[0]["state"].tobytes())
             for action in actions(seed):
                 stepped: asyncio.Future[Any] = loop.create_future()
                 slot.step(stepped, action)
                 result = await stepped
-                trace += [result.obs.tobytes(), result.rewards, result.truncated, result.info["success"]]
+                trace += [result.obs["state"].tobytes(), result.rewards, result.truncated, result.info["success"]]
         return trace
 
     return list(await asyncio.gather(*(one(slot) for slot in host.slots)))
@@ -93,7 +93,7 @@ def test_lanes_and_processes_equal_a_sequential_loop(spec: EnvSpec) -> None:
 def test_spec(spec: EnvSpec) -> None:
     assert (spec.id, spec.task) == ("Meta-World/MT1:reach-v3", "reach-v3")
     assert (spec.host, spec.horizon) == ("process", 2 * STEPS)
-    assert spec.observation == ArraySpec((39,), "float32")
+    assert spec.observation == {"state": ArraySpec((39,), "float32")}
     assert spec.action == ArraySpec((4,), "float32")
     assert "success" in spec.info_keys
 
@@ -153,12 +153,15 @@ def test_mt10_is_ten_tasks_of_one_form_that_are_told_apart_by_a_one_hot_vector()
     for index in (0, 7):
         spec = specs[index]
         assert (spec.observation, spec.horizon, spec.host, spec.memory_mib) == (
-            ArraySpec((49,), "float32"), 20, "process", 7
+            {"state": ArraySpec((49,), "float32")}, 20, "process", 7
         )  # fmt: skip
         sim, alone = Simulator(spec), Simulator(env_spec("Meta-World/MT1", env_name=spec.task, horizon=20))
-        seen = [sim.reset(3)[0], sim.step(np.zeros((1, 4), np.float32)).obs]
-        for obs, part in zip(seen, [alone.reset(3)[0], alone.step(np.zeros((1, 4), np.float32)).obs], strict=True):
-            np.testing.assert_array_equal(obs, np.concatenate([np.asarray(part), np.eye(10, dtype=np.float32)[index]]))
+        zero = np.zeros((1, 4), np.float32)
+        seen: list[Any] = [sim.reset(3)[0], sim.step(zero).obs]
+        parts: list[Any] = [alone.reset(3)[0], alone.step(zero).obs]
+        for obs, part in zip(seen, parts, strict=True):
+            expected = np.concatenate([part["state"], np.eye(10, dtype=np.float32)[index]])
+            np.testing.assert_array_equal(obs["state"], expected)
         sim.close()
         alone.close()
 

@@ -419,7 +419,7 @@ def test_a_learner_without_a_state_is_refused() -> None:
 @pytest.mark.parametrize(
     ("runtime", "options", "words"),
     [
-        ({}, {"count": 3}, "envs: the checkpoint is of 4 environments: use count=4"),
+        ({}, {"count": 3}, "envs: the checkpoint is of 4 environments, not 3: use as many"),
         ({"seed": 5}, {}, "envs: the checkpoint is of seed 0: use Runtime(seed=0)"),
         (
             {},

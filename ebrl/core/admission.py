@@ -9,6 +9,10 @@ handed to the consumer. A decision may start when ``started + 1 <= trained + dro
 With quotas that holds for each environment alone, which may start B / N decisions per version and is not waited for any
 the less: of its own, ``started + 1 <= dropped + (version + max_lag + 1) * B / N``.
 
+The M slots of a batched simulator decide together: M may start when one may, so that the last to start exceed the count
+by M - 1 at most. If they waited until there is credit for all, they could wait for ever: for what another one holds, or
+for the rest of a batch that is no multiple of M.
+
 Where episodes of groups are compared, credit is given to episodes instead, and decisions in them always may start
 (`ebrl.sim.cohorts`).
 
@@ -24,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -75,7 +79,7 @@ class Admission:
         self._max_lag = 0
         self._closed = False
         self._ready: asyncio.Future[None] | None = None
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiters: deque[tuple[tuple[int, ...], asyncio.Future[None]]] = deque()
         self._started = 0
         self._ended = 0  # trained + dropped
         self._trained = 0
@@ -141,30 +145,27 @@ class Admission:
 
     # Who starts a decision.
 
-    def try_start(self, env: int) -> bool:
-        """Take a credit for environment `env` if there is one and nobody waits for it."""
-        if (self._waiters and self._quota is None) or not self._may(env):
+    def try_start(self, *envs: int) -> bool:
+        """Take a credit for an environment, or for each of some that decide together, if there is one.
+
+        Who waits already is served before, except where everybody has credit of its own.
+        """
+        if (self._waiters and self._quota is None) or not self._may(envs):
             return False
-        self._started += 1
-        self._in_flight += 1
-        if self._quota is not None:
-            self._held[env] += 1
+        _begin(self, envs)
         return True
 
-    async def start(self, env: int) -> None:
-        """Wait for a credit, first come first served. Cancellation gives it back."""
+    async def start(self, *envs: int) -> None:
+        """Wait until `try_start` takes credit, first come first served. Cancellation gives it back."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (env, future)
+        entry = (envs, future)
         self._waiters.append(entry)
         self._pump()
         try:
             await future
         except asyncio.CancelledError:
-            if not future.cancelled():  # a credit came in this very turn: nothing was begun with it
-                self._started -= 1
-                self._in_flight -= 1
-                if self._quota is not None:
-                    self._held[env] -= 1
+            if not future.cancelled():  # credit came in this very turn: nothing was begun with it
+                _begin(self, envs, -1)
                 self._pump()
             elif entry in self._waiters:
                 self._waiters.remove(entry)
@@ -260,7 +261,7 @@ class Admission:
     @property
     def waiting(self) -> set[int]:
         """Environments that wait for a credit."""
-        return {env for env, _ in self._waiters}
+        return {env for envs, _ in self._waiters for env in envs}
 
     @property
     def num_buffered(self) -> int:
@@ -276,32 +277,30 @@ class Admission:
             buffered=self._buffered,
             parked=self._parked,
             in_flight=self._in_flight,
-            num_waiting=len(self._waiters),
+            num_waiting=sum(len(envs) for envs, _ in self._waiters),
         )
 
-    def _may(self, env: int) -> bool:
-        if self._quota is not None:
-            return self._held[env] < (self._max_lag + 1) * self._quota and self._limit > 0
-        return self._started - self._ended < self._limit
+    def _may(self, envs: Sequence[int]) -> bool:
+        if self._quota is None:
+            return self._started - self._ended < self._limit
+        most = (self._max_lag + 1) * self._quota
+        return self._limit > 0 and any(self._held[env] < most for env in envs)
 
     def _pump(self) -> None:
         if self.on_credit is not None:
             self.on_credit()
         if not self._waiters:
             return
-        rest: deque[tuple[int, asyncio.Future[None]]] = deque()
+        rest: deque[tuple[tuple[int, ...], asyncio.Future[None]]] = deque()
         while self._waiters:
-            env, future = self._waiters.popleft()
+            envs, future = self._waiters.popleft()
             if future.done():
                 continue
-            if self._may(env):
-                self._started += 1
-                self._in_flight += 1
-                if self._quota is not None:
-                    self._held[env] += 1
+            if self._may(envs):
+                _begin(self, envs)
                 future.set_result(None)
             else:
-                rest.append((env, future))
+                rest.append((envs, future))
                 if self._quota is None:
                     break
         rest.extend(self._waiters)
@@ -311,3 +310,12 @@ class Admission:
         ready, usable = self._ready, self._buffered if self._whole else self._parked + self._buffered
         if ready is not None and not ready.done() and usable >= self._batch_size:
             ready.set_result(None)
+
+
+def _begin(admission: Admission, envs: Sequence[int], sign: int = 1) -> None:
+    """Take credit for each, or give it back."""
+    admission._started += sign * len(envs)
+    admission._in_flight += sign * len(envs)
+    if admission._quota is not None:
+        for env in envs:
+            admission._held[env] += sign

@@ -172,6 +172,13 @@ class Actor(Protocol):
     def request(self) -> Callable[[Request], None]:
         """Takes a request; called on the loop, returns at once."""
 
+    def request_all(self, requests: Sequence[Request]) -> None:
+        """Take the requests of a batched simulator, one per slot; they are answered by one batch, and cancelled as one.
+
+        A generator launches no more of them at once than its threshold says, so that one simulator steps while the
+        actions of the next are chosen.
+        """
+
     def withdraw(self) -> None:
         """Some request has been cancelled: look for it before the next launch."""
 

@@ -53,7 +53,7 @@ class EnvSpec:
 
     Attributes:
         id: Name for messages and run folders.
-        make: Builds one ``gymnasium.Env``; called on the lane, or in the process, that will own it.
+        make: Builds one simulator, a ``gymnasium.Env``; called on the lane, or in the process, that will own it.
             Must be picklable for the process host.
         observation: One array, or a flat dictionary of named arrays.
         action: One action (not a chunk).
@@ -63,6 +63,8 @@ class EnvSpec:
         host: Where it runs unless the user says otherwise.
         info_keys: Numeric entries of ``info`` that a process host passes on.
         memory_mib: That one simulator takes, taken from the ``memory`` pool before it is built; 0: not known.
+        num_slots: M: `make` builds a batched simulator, a ``gymnasium.vector.VectorEnv`` of so many; 0: a single one.
+        slot_seeds: Of a batched simulator, whether a reset gives every slot a seed of its own.
     """
 
     id: str
@@ -75,6 +77,8 @@ class EnvSpec:
     host: Host = "thread"
     info_keys: tuple[str, ...] = ()
     memory_mib: int = 0
+    num_slots: int = 0
+    slot_seeds: bool = True
 
 
 @dataclass(slots=True)

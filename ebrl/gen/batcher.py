@@ -16,7 +16,8 @@ class Batcher:
     """A rule.
 
     Attributes:
-        threshold: Requests that make a batch worth launching.
+        threshold: Requests that make a batch worth launching. Of those of batched simulators, which have a row per
+            slot, a batch takes no more.
         max_size: Requests in a batch at most.
         max_wait_s: Age of the oldest request at which a batch below the threshold is launched all the same. Counted
             from the request, never from the last launch.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from ebrl.core.trace import Trace
 from ebrl.core.weights import WeightStore
 from ebrl.gen.batcher import Batcher
 from ebrl.gen.cpu import copy_weights, failure, infer
-from ebrl.gen.queue import BatchQueue
+from ebrl.gen.queue import BatchQueue, Bundle
 
 MOST_LANES = 8  # that are tried: each has a copy of nothing, but its batches are smaller
 PAD_TO = 32
@@ -76,8 +76,9 @@ class Generator:
         self._deterministic = deterministic
         self._pad_to: int | None = None
         self._lanes: list[Lane] = []
-        self._queue: BatchQueue[Request] | None = None
-        self.request: Callable[[Request], None] = self._refuse  # the queue's own `put` while running: one call less
+        self._queue: BatchQueue[Request | Bundle] | None = None
+        self._num_rows = 0
+        self.request: Callable[[Any], None] = self._refuse  # the queue's own `put` while running: one call less
         self._weights: WeightStore[Any] | None = None
         self._trace: Trace | None = None
         self._runtime: Runtime | None = None
@@ -100,7 +101,7 @@ class Generator:
         most = min(MOST_LANES, max(1, runtime.machine.num_cores // self._threads)) if free else self._num_lanes
         self._choices = range(1 if free else most, most + 1)
         self._queue = BatchQueue(self._batcher, self._num_lanes, self._launch, runtime.clock)
-        self.request = self._queue.put
+        self.request, self._num_rows = self._queue.put, 0
         self._profile, self._turnaround = StageProfile("gen", self.name), StageProfile("turnaround", self.name)
         runtime.profiles.add(self._profile, self._turnaround)
         self._read(self._queue)
@@ -126,7 +127,13 @@ class Generator:
         if self._queue is not None:
             self._queue.withdraw()
 
-    def _refuse(self, request: Request) -> None:
+    def request_all(self, requests: Sequence[Request]) -> None:
+        """Take requests that belong together; see `ebrl.core.protocols.Actor.request_all`."""
+        if self._queue is not None:
+            self._queue.has_bundles = True
+        self.request(Bundle(requests))
+
+    def _refuse(self, request: Any) -> None:
         raise Closed(f"{self.name} is not running: start it with rt.start(generator) before its environments")
 
     async def publish(self, policy: Policy) -> int:
@@ -147,7 +154,7 @@ class Generator:
                 self._batcher.threshold, self._batcher.max_size, self._batcher.max_wait_s, self._num_lanes
             ),
             fixed_s=fit.a_s if fit is not None else 0.0,
-            per_request_s=fit.b_s if fit is not None else 0.0,
+            per_request_s=fit.b_s * self._per_request if fit is not None else 0.0,
             size_spread=fit.size_spread if fit is not None else 0.0,
             latencies_s=self._turnaround.latency.samples(),
             num_requests=queue.num_requests if queue is not None else 0,
@@ -167,14 +174,15 @@ class Generator:
         self._queue.turn(self._batcher, num_lanes)
 
     def statistics(self) -> Mapping[str, float]:
-        """Batches, requests and their rate, mean size, the rule in use, queue, lane time, and which part is used."""
+        """Batches, requests, rows and their rate, mean size, the rule in use, queue, lane time, and its part in use."""
         if self._queue is None:
             return {}
         batches, requests = self._queue.num_batches, self._queue.num_requests
         return {
             "batches": batches,
             "requests": requests,
-            "batch_mean": requests / batches if batches else 0.0,
+            "rows": self._num_rows,
+            "batch_mean": self._num_rows / batches if batches else 0.0,
             "threshold": self._batcher.threshold,
             "max_size": self._batcher.max_size,
             "max_wait_s": self._batcher.max_wait_s,
@@ -205,15 +213,24 @@ class Generator:
                 lane.run(torch.set_num_threads, self._threads, n=0)
             self._lanes.append(lane)
 
-    def _read(self, queue: BatchQueue[Request]) -> dict[str, float]:
-        now_s, busy_s = self._clock(), sum(lane.busy_s for lane in self._lanes)
-        return self._profile.read(now_s, queue.num_requests, busy_s, self._num_lanes)
+    @property
+    def _per_request(self) -> float:
+        """Rows of a request: 1, or as many as batched simulators have slots."""
+        requests = self._queue.num_requests if self._queue is not None else 0
+        return self._num_rows / requests if requests else 1.0
 
-    def _launch(self, requests: list[Request], came_s: list[float], number: int) -> None:
+    def _read(self, queue: BatchQueue[Any]) -> dict[str, float]:
+        now_s, busy_s = self._clock(), sum(lane.busy_s for lane in self._lanes)
+        return self._profile.read(now_s, self._num_rows, busy_s, self._num_lanes)
+
+    def _launch(self, items: list[Request | Bundle], came_s: list[float], number: int) -> None:
         self._turnaround.latency.extend(
-            [s - request.answered_s for request, s in zip(requests, came_s, strict=True) if request.answered_s]
+            [s - item.answered_s for item, s in zip(items, came_s, strict=True) if item.answered_s]
         )
         lease, lane, queue = self.weights.lease(), self._lanes[number], self._queue
+        bundled = queue is not None and queue.has_bundles
+        requests = _rows(items) if bundled else cast(list[Request], items)
+        self._num_rows += len(requests)
         future = lane.run(
             infer, lease.weights, requests, lease.version, self._deterministic, self._pad_to, n=len(requests)
         )
@@ -257,3 +274,14 @@ class Generator:
         if self._trace is not None:
             self._trace.span(lane, "batch", began_s, now_s, n=len(requests), version=version)
         self._runtime.tuning.look(now_s)
+
+
+def _rows(items: Iterable[Request | Bundle]) -> list[Request]:
+    """Return all requests, those of bundles one by one."""
+    rows: list[Request] = []
+    for item in items:
+        if isinstance(item, Bundle):
+            rows.extend(item.requests)
+        else:
+            rows.append(item)
+    return rows

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
+from ebrl.core.protocols import Request
 from ebrl.gen.batcher import Batcher
 
 
@@ -20,10 +22,42 @@ class Cancellable(Protocol):
 R = TypeVar("R", bound=Cancellable)
 
 
+class Bundle:
+    """Requests of one asker that are launched, answered and cancelled together; one item of a queue.
+
+    Attributes:
+        requests: At least one.
+    """
+
+    __slots__ = ("requests",)
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+
+    @property
+    def answered_s(self) -> float:
+        """When their asker got its last answer."""
+        return self.requests[0].answered_s
+
+    def cancelled(self) -> bool:
+        """Nobody waits for any of them any more."""
+        return self.requests[0].cancelled()
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no answer to any of them."""
+        for request in self.requests:
+            request.fail(error)
+
+
 class BatchQueue(Generic[R]):
     """Requests that wait, and lanes that are free. Used on the loop only.
 
     All requests of one turn of the loop are seen together. Cancelled requests are dropped before the launch.
+
+    Attributes:
+        has_bundles: Whether there may be bundles among them. Of those, a batch takes no more than make it worth
+            launching, the threshold of the rule: a bundle is large, and the next one may as well wait while the first
+            is executed.
     """
 
     def __init__(
@@ -45,6 +79,7 @@ class BatchQueue(Generic[R]):
         self._batcher = batcher
         self.num_batches = 0
         self.num_requests = 0
+        self.has_bundles = False
         self._launch = launch
         self._num_lanes = num_lanes
         self._free = list(reversed(range(num_lanes)))
@@ -114,6 +149,8 @@ class BatchQueue(Generic[R]):
                 if again_s is not None:
                     self._timer = self._loop.call_later(again_s, self._look)
                 return
+            if self.has_bundles:
+                num = self._up_to(num)
             batch = [waiting.popleft() for _ in range(num)]
             came_s = [since.popleft() for _ in range(num)]
             self.num_batches += 1
@@ -121,6 +158,15 @@ class BatchQueue(Generic[R]):
             lane = self._free.pop()
             self._busy.add(lane)
             self._launch(batch, came_s, lane)
+
+    def _up_to(self, num: int) -> int:
+        """Return how many of the `num` that waited longest a batch takes."""
+        left = self._batcher.threshold
+        for index, request in enumerate(islice(self._waiting, num)):
+            left -= type(request) is Bundle
+            if not left:
+                return index + 1
+        return num
 
     def _drop_cancelled(self) -> None:
         self._withdrawn = False

@@ -31,11 +31,13 @@ def check_env(spec: EnvSpec, *, episodes: int = 2, seed: int = 0) -> None:
         seed: From which their seeds and random actions are keyed.
 
     Raises:
-        ConfigError: `episodes` below 1, or it cannot be sent to a process.
+        ConfigError: `episodes` below 1, a batched simulator, or it cannot be sent to a process.
         SimulatorError: The first violation, in one line.
     """
     if episodes < 1:
         raise ConfigError(f"episodes must be at least 1, got {episodes}")
+    if spec.num_slots:
+        raise ConfigError(f"{spec.id} is a batched simulator: use check_vector_env")
     if spec.host == "process":
         _check_transfer(spec)
     first = Simulator(spec)

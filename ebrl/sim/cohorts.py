@@ -111,12 +111,15 @@ class Cohorts:
 
     async def begin(self, env: int, episode: int) -> None:
         """Wait until the cohort of an episode is open. Its end has to follow."""
-        if not self.must_wait(env, episode):
-            return
+        if self.must_wait(env, episode):
+            await self.ask(env, episode)
+
+    def ask(self, env: int, episode: int) -> asyncio.Future[None]:
+        """Return what is done when the cohort of an episode is open. Its end has to follow."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((env // self._size, episode, future))
         self._pump()
-        await future
+        return future
 
     def add(self, segment: Segment) -> None:
         """Take a segment of an episode that goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ebrl.sim.context import EnvContext
+from ebrl.sim.vector_context import VectorContext
 
 
 async def rollout(env: EnvContext) -> None:
@@ -25,3 +26,14 @@ async def receding_horizon(env: EnvContext, execute: int = 1) -> None:
     while not env.done:
         out = await env.act(obs)
         obs = (await env.step(out.action[:execute])).obs
+
+
+async def vector_rollout(env: VectorContext) -> None:
+    """Episodes of a batched simulator, for ever: the policy decides for all slots, and those that end are reset."""
+    obs, _ = await env.reset()
+    while True:
+        out = await env.act(obs)
+        obs = (await env.step(out.action)).obs
+        ended = env.needs_reset
+        if ended.any():
+            obs, _ = await env.reset(ended)

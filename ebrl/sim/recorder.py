@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -182,3 +182,19 @@ def _places(chunk: Array, action: Any, following: int) -> list[int]:
         if np.array_equal(chunk[first : first + num], part):
             return list(range(first, first + num))
     return list(range(following, following + num))
+
+
+def cut_stale(recorders: Iterable[Recorder], admission: Admission, stale: int) -> None:
+    """Cut open segments for the next batch of the consumer.
+
+    Args:
+        recorders: Of all environments.
+        admission: Their ledger.
+        stale: All that hold a decision of this version or an older one are cut, since it could not wait for the batch
+            after; then, while the batch is not complete, those with the oldest versions.
+    """
+    started = [recorder for recorder in recorders if recorder.oldest_version is not None]
+    for recorder in sorted(started, key=lambda recorder: recorder.oldest_version or 0):
+        if (recorder.oldest_version or 0) > stale and admission.missing <= 0:
+            break
+        recorder.cut("taken")

@@ -17,22 +17,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ebrl.core.errors import ConfigError, SimulatorError
-from ebrl.core.records import Array, ArraySpec, Observation, StepResult
+from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation, StepResult
 from ebrl.core.saved import Others, SavedEnv, SavedEpisode, SavedExperience
 from ebrl.sim.requests import Other, noise_of
 
 if TYPE_CHECKING:
     import asyncio
 
+    from ebrl.sim.cohorts import Cohorts
     from ebrl.sim.context import EnvContext
     from ebrl.sim.group import EnvGroup
 
 logger = logging.getLogger("ebrl")
+
+
+class Resumable(Protocol):
+    """What a checkpoint of a group tells of it; each must be the same in the group that goes on."""
+
+    name: str
+    seed: int
+    group_size: int
+    specs: list[EnvSpec]
+    cohorts: Cohorts | None
+
+    @property
+    def tasks(self) -> list[str]:
+        """Of each environment."""
 
 
 class EpisodeLog:
@@ -298,17 +313,14 @@ def resume_group(group: EnvGroup, saved: SavedExperience) -> SavedExperience:
     Raises:
         ConfigError: It is of another number of environments, of other ones, or of another seed.
     """
-    num, cohorts = len(saved.envs), group.cohorts
-    _refuse_other(group, saved)
+    cohorts = group.cohorts
+    check_alike(group, saved)
     if group.replays:
         _warn_of_loss(group, saved)
     saved = saved.settled(replay=group.replays and cohorts is None)
     envs = saved.envs
-    if cohorts is not None:  # the members of a group go on with one episode
-        size = group.group_size
-        last = [max(env.episode for env in envs[i : i + size]) for i in range(0, num, size)]
-        cohorts.resume([episode + 1 for episode in last])
-        envs = [replace(env, episode=last[i // size]) for i, env in enumerate(envs)]
+    if cohorts is not None:
+        envs = align(envs, group.group_size, cohorts)
     group._segments, group._episodes = list(saved.segments), list(saved.episodes)
     still_open = {segment.env: segment for segment in saved.open}
     for recorder, env in zip(group._recorders, envs, strict=True):
@@ -319,11 +331,16 @@ def resume_group(group: EnvGroup, saved: SavedExperience) -> SavedExperience:
     return saved
 
 
-def _refuse_other(group: EnvGroup, saved: SavedExperience) -> None:
+def check_alike(group: Resumable, saved: SavedExperience) -> None:
+    """Check that a run can be continued by these environments.
+
+    Raises:
+        ConfigError: It is of another number of environments, of other ones, or of another seed.
+    """
     num, size, kind = len(saved.envs), saved.group_size, "groups" if saved.compared else "no groups"
     for theirs, ours, what in (
         (saved.name, group.name, f"of a group {saved.name!r}: use name={saved.name!r}"),
-        (num, group.count, f"of {num} environments: use count={num}"),
+        (num, len(group.specs), f"of {num} environments, not {len(group.specs)}: use as many"),
         (size, group.group_size, f"of groups of {size}: use group_size={size}"),
         (saved.compared, group.cohorts is not None, f"of a learner that compares {kind}: use that learner"),
         (saved.seed, group.seed, f"of seed {saved.seed}: use Runtime(seed={saved.seed})"),
@@ -337,6 +354,13 @@ def _refuse_other(group: EnvGroup, saved: SavedExperience) -> None:
         for i, (name, now) in enumerate(zip(names, own, strict=True)):
             if name != now:
                 raise ConfigError(f"{group.name}: {what} {name!r} in env {i}, not {now!r}: use the same specs")
+
+
+def align(envs: list[SavedEnv], size: int, cohorts: Cohorts) -> list[SavedEnv]:
+    """Let the members of each group of `size` go on with one episode."""
+    last = [max(env.episode for env in envs[i : i + size]) for i in range(0, len(envs), size)]
+    cohorts.resume([episode + 1 for episode in last])
+    return [replace(env, episode=last[i // size]) for i, env in enumerate(envs)]
 
 
 def _warn_of_loss(group: EnvGroup, saved: SavedExperience) -> None:

@@ -13,16 +13,17 @@ from typing import Any, NoReturn, TypeAlias
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from ebrl.core.errors import ConfigError, SpaceError, UnknownEnv
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
+from ebrl.sim import adapters
+from ebrl.sim.adapters import Wanted, has_adapter
 from ebrl.sim.simulator import Simulator, construction_lock
+from ebrl.sim.vector_simulator import SLOT_SEEDS, VectorSimulator, accept
 
 Form: TypeAlias = "ArraySpec | Mapping[str, ArraySpec]"
-Factory: TypeAlias = "Callable[..., gymnasium.Env[Any, Any]]"
-
-METAWORLD = "Meta-World/"
-
+Factory: TypeAlias = "Callable[..., gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]]"
 
 SUCCESS = ("success", "is_success")
 """Entries of ``info`` that say whether the task is done."""
@@ -37,6 +38,7 @@ def env_spec(
     task: str = "",
     host: Host | None = None,
     memory_mib: int = 0,
+    num_slots: int = 0,
     **kwargs: Any,
 ) -> EnvSpec:
     """Describe an environment; builds one, plays one step, and closes it.
@@ -47,13 +49,18 @@ def env_spec(
         ((4,), 2, 200)
 
     Args:
-        env: Id that gymnasium knows (``"module:Env-v0"`` imports the module first), ``"Meta-World/MT1"``, or a
-            function that returns a ``gymnasium.Env``.
+        env: Id that gymnasium knows (``"module:Env-v0"`` imports the module first), or for an adapter of
+            `ebrl.sim.envs` (``"Meta-World/MT1"``, ``"LIBERO/libero_spatial"``, ``"ManiSkill/PickCube-v1"``,
+            ``"robosuite/Lift"``), or a function that returns a ``gymnasium.Env``.
         horizon: Simulator steps after which an episode is truncated, in addition to what the environment does itself.
         action_repeat: Simulator steps for which each action is applied.
         task: What a policy is asked to do.
         host: Where it runs; None: what suits the simulator.
-        memory_mib: That one simulator takes; a group is not built where its simulators do not fit. 0: not known.
+        memory_mib: That one simulator takes; a group is not built where its simulators do not fit. 0: what its
+            adapter knows.
+        num_slots: M; describes a batched simulator, for `VectorGroup`: the adapter's own (EnvPool, ManiSkill on a GPU),
+            or else M environments that are stepped in turn. A function that makes a ``gymnasium.vector.VectorEnv`` says
+            so itself. 0: one environment, for `EnvGroup`.
         **kwargs: For the environment.
 
     Raises:
@@ -62,9 +69,12 @@ def env_spec(
         ConfigError: Options out of range, or a package is missing.
         InvalidData: The environment contradicts its own spaces.
     """
-    check_options(horizon, action_repeat, host, memory_mib)
-    spec = _describe(env, horizon, action_repeat, task, host, kwargs)
-    return replace(spec, memory_mib=memory_mib)
+    check_options(horizon, action_repeat, host, memory_mib, num_slots)
+    if isinstance(env, str) and has_adapter(env):
+        (spec,) = _adapted(Wanted(env, kwargs, horizon, action_repeat, task, host, num_slots), only=True)
+    else:
+        spec = probe(batched(_describe(env, horizon, action_repeat, task, host, kwargs), num_slots))
+    return replace(spec, memory_mib=memory_mib or spec.memory_mib)
 
 
 def env_specs(
@@ -75,6 +85,7 @@ def env_specs(
     action_repeat: int = 1,
     host: Host | None = None,
     memory_mib: int = 0,
+    num_slots: int = 0,
     **kwargs: Any,
 ) -> tuple[EnvSpec, ...]:
     """Describe all tasks of a benchmark, for `EnvGroup`; of anything else, the one environment that it is.
@@ -85,35 +96,47 @@ def env_specs(
 
     Args:
         env: ``"Meta-World/MT10"`` or ``"Meta-World/MT50"``, whose policy is told the task by a one-hot vector at the
-            end of its observation (49 numbers, or 89); or what `env_spec` takes.
+            end of its state (49 numbers, or 89); ``"LIBERO/libero_spatial"`` or another suite; or what `env_spec`
+            takes.
         horizon: As for `env_spec`.
         action_repeat: As for `env_spec`.
         host: As for `env_spec`.
         memory_mib: As for `env_spec`, of each simulator.
+        num_slots: As for `env_spec`.
         **kwargs: For the environments.
 
     Raises:
         EbrlError: As `env_spec`.
     """
-    if not isinstance(env, str) or not env.startswith(METAWORLD) or env == f"{METAWORLD}MT1":
-        options: dict[str, Any] = {"horizon": horizon, "action_repeat": action_repeat, "host": host}
+    if not isinstance(env, str) or not has_adapter(env):
+        options: dict[str, Any] = {
+            "horizon": horizon,
+            "action_repeat": action_repeat,
+            "host": host,
+            "num_slots": num_slots,
+        }
         return (env_spec(env, memory_mib=memory_mib, **options, **kwargs),)
-    check_options(horizon, action_repeat, host, memory_mib)
-    specs: tuple[EnvSpec, ...] = _metaworld(
-        env, kwargs, lambda module: module.benchmark_specs(env, horizon, action_repeat, host, kwargs)
-    )
-    return tuple(replace(spec, memory_mib=memory_mib) for spec in specs)
+    check_options(horizon, action_repeat, host, memory_mib, num_slots)
+    specs = _adapted(Wanted(env, kwargs, horizon, action_repeat, host=host, num_slots=num_slots))
+    return tuple(replace(spec, memory_mib=memory_mib or spec.memory_mib) for spec in specs)
+
+
+def _adapted(wanted: Wanted, only: bool = False) -> tuple[EnvSpec, ...]:
+    specs = tuple(batched(spec, wanted.num_slots) for spec in adapters.describe(wanted))
+    if only and len(specs) > 1:
+        raise ConfigError(f'{wanted.name} has {len(specs)} tasks: env_specs("{wanted.name}") describes all of them')
+    try:
+        first = probe(specs[0])  # the tasks of a benchmark have one form
+    except TypeError as error:
+        raise ConfigError(f"{wanted.name} does not take {wanted.kwargs}: {str(error).splitlines()[0]}") from error
+    found = {name: getattr(first, name) for name in ("observation", "action", "info_keys", "num_slots", "slot_seeds")}
+    return tuple(replace(spec, **found) for spec in specs)
 
 
 def _describe(
     env: str | Factory, horizon: int | None, action_repeat: int, task: str, host: Host | None, kwargs: dict[str, Any]
 ) -> EnvSpec:
     if isinstance(env, str):
-        if env.startswith(METAWORLD):
-            spec: EnvSpec = _metaworld(
-                env, kwargs, lambda module: module.metaworld_spec(env, horizon, action_repeat, task, host, kwargs)
-            )
-            return spec
         make: Callable[[], Any] = functools.partial(make_by_id, env, kwargs)
         name = env
     elif callable(env):
@@ -123,18 +146,31 @@ def _describe(
             f"env_spec takes an id or a function that makes an environment, got {type(env).__name__}: "
             "write env_spec(lambda: MyEnv(...))"
         )
-    spec = EnvSpec(
-        name, make, ArraySpec((), "float32"), ArraySpec((), "float32"), horizon, action_repeat, task, host or "thread"
-    )
-    return probe(spec)
+    blank = ArraySpec((), "float32")
+    return EnvSpec(name, make, blank, blank, horizon, action_repeat, task, host or "thread")
 
 
-def probe(spec: EnvSpec, read_space: Callable[[Any, str], Form] | None = None) -> EnvSpec:
-    """Fill in what only an instance can tell: spaces and numeric info keys.
+def batched(spec: EnvSpec, num_slots: int) -> EnvSpec:
+    """Return the description of a batched simulator of environments that are stepped in turn; as it is for 0 slots."""
+    if not num_slots or spec.num_slots:
+        return spec
+    return replace(spec, make=functools.partial(in_turn, spec.make, num_slots), num_slots=num_slots)
+
+
+def in_turn(make: Callable[[], Any], num_slots: int) -> VectorEnv[Any, Any, Any]:
+    """Make environments that are stepped in turn, as one batched simulator; what is one already stays as it is."""
+    first = make()
+    if isinstance(first, VectorEnv):
+        return first
+    makes = [lambda: first, *[make] * (num_slots - 1)]
+    return SyncVectorEnv(makes, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def probe(spec: EnvSpec) -> EnvSpec:
+    """Fill in what only an instance can tell: spaces, numeric info keys, and what there is to know of slots.
 
     Args:
         spec: Without them.
-        read_space: Instead of `observation_spec`, where the environment's own declaration is not what policies want.
 
     Raises:
         SpaceError: Spaces that EBRL does not serve.
@@ -142,10 +178,12 @@ def probe(spec: EnvSpec, read_space: Callable[[Any, str], Form] | None = None) -
     """
     with construction_lock:
         env = spec.make()
+    if isinstance(env, VectorEnv):
+        return _probe_batched(spec, env)
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"{spec.id}: expected the function to make a gymnasium.Env, got {type(env).__name__}")
     try:
-        observed = (read_space or observation_spec)(env.observation_space, spec.id)
+        observed = observation_spec(env.observation_space, spec.id)
         spec = replace(spec, observation=observed, action=action_spec(env.action_space, spec.id))
         simulator = Simulator(replace(spec, make=lambda: env, action_repeat=1))
         infos = [simulator.reset(0)[1], simulator.step(neutral_action(spec.action)).info]
@@ -154,6 +192,34 @@ def probe(spec: EnvSpec, read_space: Callable[[Any, str], Form] | None = None) -
     keys = dict.fromkeys(SUCCESS)  # often there only at the end of an episode, which the probe does not see
     keys |= {key: None for info in infos for key, value in info.items() if is_numeric(key, value)}
     return replace(spec, info_keys=tuple(keys))
+
+
+def _probe_batched(spec: EnvSpec, env: VectorEnv[Any, Any, Any]) -> EnvSpec:
+    try:
+        num = accept(env, spec.id)
+        if num != (spec.num_slots or num):
+            raise ConfigError(
+                f"{spec.id}: num_slots={spec.num_slots}, but the function makes {num} slots: leave it out"
+            )
+        spec = replace(
+            spec,
+            observation=observation_spec(env.single_observation_space, spec.id),
+            action=action_spec(env.single_action_space, spec.id),
+            num_slots=num,
+            slot_seeds=bool(env.metadata.get(SLOT_SEEDS, True)),
+        )
+        simulator = VectorSimulator(replace(spec, make=lambda: env, action_repeat=1))
+        try:
+            simulator.reset(dict.fromkeys(range(num), 0))
+        except (TypeError, ValueError, gymnasium.error.Error) as error:
+            raise ConfigError(
+                f"{spec.id}: reset(seed=...) failed ({error}): a batched simulator takes a list of seeds, one per "
+                f"slot, or says metadata[{SLOT_SEEDS!r}] = False and takes one number"
+            ) from error
+        simulator.step(np.stack([neutral_action(spec.action)] * num))
+    finally:
+        env.close()
+    return spec
 
 
 def observation_spec(space: Any, name: str) -> Form:
@@ -262,7 +328,7 @@ def unknown_env(name: str, known: Mapping[str, str], hint: str = "", cause: Base
     raise UnknownEnv(f"no environment {name!r}; nearest: {', '.join(near)}{hint}") from cause
 
 
-def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int) -> None:
+def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int, num_slots: int = 0) -> None:
     """Check what does not depend on the environment.
 
     Raises:
@@ -277,17 +343,10 @@ def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int) 
         raise ConfigError(f'host must be "thread", "process" or None, got {host!r}')
     if memory_mib < 0:
         raise ConfigError(f"memory_mib must be at least 0, got {memory_mib}")
-
-
-def _metaworld(name: str, kwargs: dict[str, Any], describe: Callable[[Any], Any]) -> Any:
-    try:
-        module = importlib.import_module("ebrl.sim.envs.metaworld")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{name} needs {error.name}: pip install 'ebrl[metaworld]'") from error
-    try:
-        return describe(module)
-    except TypeError as error:
-        raise ConfigError(f"{name} does not take {kwargs}: {str(error).splitlines()[0]}") from error
+    if num_slots < 0:
+        raise ConfigError(f"num_slots must be at least 1 for a batched simulator, got {num_slots}")
+    if num_slots and host == "process":
+        raise ConfigError("a batched simulator runs in a thread of this process: leave out host='process'")
 
 
 def _metaworld_names() -> dict[str, str]:
@@ -304,6 +363,8 @@ def _name_of(factory: Any) -> str:
 
 
 def _box(space: spaces.Box) -> ArraySpec:
+    if space.dtype == np.uint8:  # pictures: a number for each of theirs says nothing
+        return ArraySpec(tuple(space.shape), "uint8")
     low = space.low if np.isfinite(space.low).any() else None
     high = space.high if np.isfinite(space.high).any() else None
     return ArraySpec(tuple(space.shape), np.dtype(space.dtype).name, low, high)

@@ -11,15 +11,26 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.records import ArraySpec, EnvSpec, Host
 
 
-def as_specs(spec: EnvSpec | Sequence[EnvSpec]) -> tuple[EnvSpec, ...]:
+def as_specs(spec: EnvSpec | Sequence[EnvSpec], *, batched: bool = False) -> tuple[EnvSpec, ...]:
     """Return one or several specs as a tuple, after a look at whether they go together.
 
+    Args:
+        spec: Or several.
+        batched: Of batched simulators.
+
     Raises:
-        ConfigError: There are none, or several that differ in what they observe or how they act, or without a task.
+        ConfigError: There are none, or several that differ in what they observe or how they act, or without a task; or
+            they are of the other kind of simulators.
     """
-    if isinstance(spec, EnvSpec):
-        return (spec,)
-    specs = tuple(spec)
+    specs = (spec,) if isinstance(spec, EnvSpec) else tuple(spec)
+    for each in specs:
+        if each.num_slots and not batched:
+            raise ConfigError(
+                f"{each.id} is a batched simulator of {each.num_slots} slots, which no program of a single environment "
+                "can drive: use VectorGroup"
+            )
+        if batched and not each.num_slots:
+            raise ConfigError(f"{each.id} is no batched simulator: use EnvGroup, or env_spec(..., num_slots=8)")
     if not specs:
         raise ConfigError("no EnvSpec was given: give one, or a sequence of them")
     for index, other in enumerate(specs):

@@ -1,0 +1,355 @@
+"""`VectorGroup`: batched simulators, a coroutine each; one steps while the actions of another are chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from ebrl.core.admission import Admission
+from ebrl.core.errors import Closed, ConfigError, ProgramError
+from ebrl.core.leases import Lease
+from ebrl.core.profile import SimulationProfile
+from ebrl.core.protocols import Actor
+from ebrl.core.readings import SimReading
+from ebrl.core.records import EnvSpec, Episode, Observation, Segment
+from ebrl.core.runtime import Runtime
+from ebrl.core.saved import SavedExperience
+from ebrl.core.scope import Scope
+from ebrl.core.trace import Trace
+from ebrl.sim.cohorts import Cohorts
+from ebrl.sim.group import _note, _take_memory
+from ebrl.sim.plan import Plan
+from ebrl.sim.programs import vector_rollout
+from ebrl.sim.recorder import Recorder, cut_stale
+from ebrl.sim.tasks import as_specs, check_even, check_groups, spread
+from ebrl.sim.vector_context import VectorContext
+from ebrl.sim.vector_host import VectorHost, close_hosts
+from ebrl.sim.vector_resume import resume_vectors, save_vectors
+
+logger = logging.getLogger("ebrl")
+VectorProgram: TypeAlias = Callable[[VectorContext], Awaitable[None]]
+
+
+class VectorGroup:
+    """Batched simulators of M slots each, a lane and a coroutine each; a service, and the place of an `EnvGroup`.
+
+    All slots of a simulator act and step together: one request of M rows, credit for M decisions, one call. With two
+    simulators, one of them steps while the actions of the other are chosen; so two of M / 2 slots beat one of M where
+    time goes with the number of slots, and a second one of M slots is free where it does not.
+
+    Slot s of simulator i is environment ``i * M + s``, with segments, seeds and random numbers of its own: with the
+    same name and seed, and simulators that give each slot its seed, they are those of an `EnvGroup`.
+
+    Attributes:
+        specs: Of each environment.
+        profile: What is known of steps, resets and turn-arounds, each of a whole simulator.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec | Sequence[EnvSpec],
+        *,
+        actor: Actor,
+        num_groups: int = 2,
+        group_size: int = 1,
+        program: VectorProgram = vector_rollout,
+        threads: int = 1,
+        segment_length: int | None = None,
+        observe: Callable[[Observation], Observation] | None = None,
+        name: str = "envs",
+    ) -> None:
+        """Describe a group.
+
+        Args:
+            spec: From ``ebrl.env_spec(..., num_slots=M)``; or several that observe and act alike and have a task each:
+                simulator i then has ``spec[i % len(spec)]``.
+            actor: Decides for all of them: a `Generator`.
+            num_groups: Simulators.
+            group_size: G; consecutive slots that train from the same seeds, for learners that compare episodes (GRPO).
+                M is a multiple of it.
+            program: Coroutine function that drives one simulator; called again until the group ends.
+            threads: Cores that one simulator uses while it steps.
+            segment_length: As for `EnvGroup`.
+            observe: Applied to every batch of observations ``[M, ...]``; on the loop, so keep it short.
+            name: Of the service; keys its random streams.
+
+        Raises:
+            ConfigError: A number out of range, specs that do not go together or are of single simulators, or a program
+                for a single environment.
+        """
+        numbers = {"num_groups": num_groups, "group_size": group_size, "threads": threads}
+        for label, value in {**numbers, "segment_length": segment_length}.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{label} must be at least 1, got {value}")
+        _check_program(program)
+        specs = as_specs(spec, batched=True)
+        self.num_slots = num_slots = _common_slots(specs, group_size)
+        spec_of = spread(specs, num_groups * num_slots, num_slots)
+        self.specs = [specs[i] for i in spec_of]
+        self.actor = actor
+        self.num_groups = num_groups
+        self.group_size = group_size
+        self.name = name
+        self.observe = observe
+        self.seed = 0
+        self.trace: Trace | None = None
+        self.clock = time.monotonic
+        self.admission = Admission(len(self.specs))
+        self.profile = SimulationProfile(name)
+        self.plan = Plan(spec_of, group_size)
+        self.cohorts: Cohorts | None = None
+        self.segments: list[Segment] = []
+        self.episodes: list[Episode] = []
+        length = segment_length or sys.maxsize
+        self.recorders = [
+            Recorder(i, each.task, each.action_repeat, length, self.hand_over) for i, each in enumerate(self.specs)
+        ]
+        self.contexts: list[VectorContext] = []
+        self._program = program
+        self._threads = threads
+        self._runtime: Runtime | None = None
+        self._hosts: list[VectorHost] = []
+        self._scope: Scope | None = None
+        self._memory: Lease | None = None
+
+    def open(self, runtime: Runtime) -> None:
+        """Take lanes; called by `Runtime.start`.
+
+        Raises:
+            ConfigError: The run is recorded.
+        """
+        if runtime.events is not None:
+            raise ConfigError(
+                "a recorded run has no batched simulators: leave out Runtime(record=...), or use EnvGroup"
+            )
+        self._runtime = runtime
+        self.seed, self.trace, self.clock = runtime.seed, runtime.trace, runtime.clock
+        claim, machine = runtime.claim("sim"), runtime.machine
+        self._hosts = [
+            VectorHost(spec, machine.lane("sim", f"{self.name}-{i}", claim, self._threads), timed=machine.real)
+            for i, spec in enumerate(self.specs[:: self.num_slots])
+        ]
+        self.contexts = [
+            VectorContext(self, i, host, self.recorders[i * self.num_slots : (i + 1) * self.num_slots])
+            for i, host in enumerate(self._hosts)
+        ]
+        self.profile = SimulationProfile(self.name)
+        runtime.profiles.add(*self.profile.stages)
+        _read(self)
+        runtime.tuning.add_group(self)
+
+    def reading(self) -> SimReading:
+        """What the tuner needs to know: to it, a simulator is one environment. See `ebrl.core.tuning.TunedGroup`."""
+        assert self._runtime is not None
+        claim, hosts = self._runtime.claim("sim"), self._hosts
+        return SimReading(
+            name=self.name,
+            gen="",
+            num_envs=sum(host.built for host in hosts) - self.plan.num_waiting,
+            num_steps=sum(host.num_steps for host in hosts),
+            busy_s=sum(host.lane.busy_s for host in hosts),
+            num_cores=claim.account.ceiling if claim is not None else self._runtime.machine.num_cores,
+        )
+
+    async def serve(self) -> None:
+        """Build the simulators, then run all programs until cancelled."""
+        async with Scope() as scope:
+            self._scope = scope
+            assert self._runtime is not None
+            self._memory = await _take_memory(self._runtime, self.specs[:: self.num_slots], self.name)
+            building = [scope.start(host.open(), f"{self.name}-build-{i}") for i, host in enumerate(self._hosts)]
+            for task in building:
+                await task
+            for context in self.contexts:
+                scope.start(_live(self._program, context), f"{self.name}-{context.index}")
+            await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
+
+    def statistics(self) -> Mapping[str, float]:
+        """Env steps and the rate of simulator steps, lane time, its part in use, who waits, and the ledger."""
+        ledger = self.admission.ledger()
+        return {
+            "env_steps": self.env_steps,
+            "busy_s": sum(host.lane.busy_s for host in self._hosts),
+            **_read(self),
+            "waiting_for_credit": ledger.num_waiting + (self.cohorts.num_waiting if self.cohorts is not None else 0),
+            "started": ledger.started,
+            "trained": ledger.trained,
+            "buffered": ledger.buffered,
+            "parked": ledger.parked,
+            "in_flight": ledger.in_flight,
+            **{f"dropped_{reason}": num for reason, num in ledger.dropped.items()},
+        }
+
+    async def aclose(self, deadline_s: float) -> None:
+        """Close the simulators, each behind its running call."""
+        self.admission.close()
+        if self._runtime is not None:
+            self._runtime.tuning.forget(self)
+            _read(self)
+            await close_hosts(self._hosts, self._runtime.machine, deadline_s)
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
+        if self._scope is not None:
+            self._scope.cancel()  # again: a program that still awaits something in a `finally` has had its time
+
+    @property
+    def tasks(self) -> list[str]:
+        """Of each environment."""
+        return [spec.task for spec in self.specs]
+
+    @property
+    def env_steps(self) -> int:
+        """Steps so far, of all slots; those that were only carried along do not count."""
+        return sum(slot.meter.env_steps for context in self.contexts for slot in context.slots)
+
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """What was done about simulators that failed: nothing, since an error in one of them ends the run."""
+        return {}
+
+    # The consumer's side; see `ebrl.core.protocols.Experience`.
+
+    def open_training(
+        self,
+        batch_size: int,
+        max_lag: int,
+        *,
+        quota: bool = False,
+        groups: bool = False,
+        saved: SavedExperience | None = None,
+    ) -> None:
+        """Begin to produce segments, or go on with it; called once, by a trainer. As `EnvGroup.open_training`."""
+        self.plan.refuse_training(self.name)
+        if self._runtime is None:
+            raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
+        exact = self._runtime.deterministic and max_lag == 0
+        if quota:
+            check_even(self.tasks)
+        if groups:
+            check_groups(self.name, self.group_size, quota)
+            self.cohorts = _cohorts(self, batch_size, max_lag, in_waves=exact)
+        saved = saved and resume_vectors(self, saved)
+        per_env = quota or (exact and not groups)
+        self.admission.open(batch_size, max_lag, per_env=per_env, whole=groups, saved=saved)
+        for recorder in self.recorders:
+            recorder.admission = self.admission
+        self.plan.train(self.seed)
+
+    def take_segments(self, stale: int | None = None) -> list[Segment]:
+        """Hand over all segments that are ready, in order of arrival; see `EnvGroup.take_segments`."""
+        if stale is not None and self.cohorts is None:
+            cut_stale(self.recorders, self.admission, stale)
+        segments, self.segments = self.segments, []
+        return segments
+
+    def save(self) -> SavedExperience:
+        """Return what is needed to go on from here in another process; running episodes are given up there."""
+        return save_vectors(self)
+
+    def take_episodes(self) -> list[Episode]:
+        """Episodes that ended since the last call."""
+        episodes, self.episodes = self.episodes, []
+        return episodes
+
+    async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
+        """Run one episode per seed and task, and wait for all of them; see `EnvGroup.run_episodes`."""
+        if not all(spec.slot_seeds for spec in self.specs):
+            logger.warning(
+                "%s: %s gives no slot a seed of its own, so that seeds of this evaluation only number its episodes",
+                self.name, self.specs[0].id,
+            )  # fmt: skip
+        return await self.plan.run(list(seeds))
+
+    # The programs' side.
+
+    def finish(self, episode: Episode) -> None:
+        """An episode has ended."""
+        if not self.plan.finished(episode):
+            self.episodes.append(episode)
+
+    def hand_over(self, segment: Segment) -> None:
+        """A segment is complete."""
+        self.admission.emit(len(segment.decisions))
+        self.segments.append(segment)
+
+
+def _check_program(program: VectorProgram) -> None:
+    """Refuse a program that says that it is for a single environment; what says nothing is found when it runs."""
+    first = next(iter(inspect.signature(program).parameters.values()), None)
+    if first is not None and "EnvContext" in str(first.annotation):
+        name = getattr(program, "__qualname__", repr(program))
+        raise ConfigError(
+            f"program {name} drives one environment (EnvContext), but a batched simulator steps all slots at once: "
+            "write one for a VectorContext, as ebrl.sim.programs.vector_rollout is"
+        )
+
+
+def _common_slots(specs: Sequence[EnvSpec], group_size: int) -> int:
+    """Return M.
+
+    Raises:
+        ConfigError: It differs, is no multiple of the size of a group, or slots cannot have equal seeds.
+    """
+    num = specs[0].num_slots
+    for spec in specs:
+        if spec.num_slots != num:
+            raise ConfigError(f"{specs[0].id} has {num} slots and {spec.id} has {spec.num_slots}: give all as many")
+        if group_size > 1 and not spec.slot_seeds:
+            raise ConfigError(
+                f"{spec.id} gives no slot a seed of its own: its episodes cannot begin alike; group_size=1"
+            )
+    if num % group_size:
+        raise ConfigError(f"{num} slots are no multiple of group_size={group_size}")
+    return num
+
+
+def _cohorts(group: VectorGroup, batch_size: int, max_lag: int, *, in_waves: bool) -> Cohorts:
+    cohorts = Cohorts(
+        group.admission,
+        group.hand_over,
+        num_envs=len(group.specs),
+        size=group.group_size,
+        batch_size=batch_size,
+        max_lag=max_lag,
+        in_waves=in_waves,
+    )
+    for recorder in group.recorders:
+        recorder.emit = cohorts.add
+    return cohorts
+
+
+def _read(group: VectorGroup) -> dict[str, float]:
+    """Bring the profile up to date with counters and with what hosts have noted."""
+    now_s, profile, hosts = group.clock(), group.profile, group._hosts
+    for host in hosts:
+        host.times.move(profile)
+    busy_s = sum(host.lane.busy_s for host in hosts)
+    profile.reset.read(now_s, sum(slot.episode + 1 for context in group.contexts for slot in context.slots), 0.0)
+    return profile.step.read(now_s, sum(host.num_steps for host in hosts), busy_s, len(hosts))
+
+
+async def _live(program: VectorProgram, env: VectorContext) -> None:
+    while True:
+        before = env.num_calls
+        try:
+            running: object = program(env)
+            if not inspect.isawaitable(running):
+                raise ProgramError(
+                    f"the program returned {type(running).__name__} and no coroutine: define it with `async def`"
+                )
+            await running
+            env.finish_episodes()
+            if env.num_calls == before:
+                raise ProgramError(
+                    "the program returned without a single call of its simulator: it would be called again for ever; "
+                    "await env.reset() in it"
+                )
+        except BaseException as error:
+            _note(error, env.where())
+            raise
