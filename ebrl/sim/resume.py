@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from ebrl.core.errors import ConfigError, SimulatorError
 from ebrl.core.records import Array, ArraySpec, Observation, StepResult
 from ebrl.core.saved import SavedEnv, SavedEpisode, SavedExperience
+from ebrl.sim.recovery import blame_reset
 
 if TYPE_CHECKING:
     import asyncio
@@ -159,8 +161,12 @@ async def run_again(env: EnvContext, obs: Observation) -> Observation:
     assert env.resumed.running is not None
     for action in env.resumed.running.actions:
         future: asyncio.Future[StepResult] = env._loop.create_future()
-        env.slot.step(future, action)
-        obs = (await future).obs
+        try:
+            env.slot.step(future, action)
+            obs = (await future).obs
+        except BaseException as error:
+            blame_reset(env, error, future, partial(np.asarray, action))
+            raise
     return obs
 
 
