@@ -20,7 +20,7 @@ BENCHES = [path.stem for path in SCRIPTS]  # the others are what they share
 
 
 def test_what_there_is() -> None:
-    assert BENCHES == ["gates", "lag", "overhead", "quickstart", "rollout", "twin"]
+    assert BENCHES == ["gates", "lag", "overhead", "quickstart", "rollout", "soak", "twin"]
 
 
 @pytest.mark.slow
