@@ -15,7 +15,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from bench.hardware import Conditions, Counting, Unit, generate, update
-from ebrl import Batcher, EnvGroup, Generator, PolicyOut, Runtime, TorchPolicy, Trainer, env_spec
+from ebrl import Batcher, EnvGroup, FailurePolicy, Generator, PolicyOut, Runtime, TorchPolicy, Trainer, env_spec
 from ebrl.core.protocols import Machine
 from ebrl.core.readings import Move
 from ebrl.core.records import Array, EnvSpec, TrainBatch
@@ -148,7 +148,14 @@ class Rig:
         async with Runtime(self.machine, seed=self.seed) as rt:
             gen = rt.start(Generator(policy, batcher=batcher, lanes=lanes))
             envs = rt.start(
-                EnvGroup(spec, actor=gen, count=workload.num_units, host="thread", lanes=workload.num_units)
+                EnvGroup(
+                    spec,
+                    actor=gen,
+                    count=workload.num_units,
+                    host="thread",
+                    lanes=workload.num_units,
+                    failures=FailurePolicy(build_s=None, reset_s=None, call_s=None),  # some laws have long tails
+                )
             )
             lag = max_lag if workload.training else UNTRAINED_LAG
             trainer = rt.start(Trainer(envs, learner, updates=1_000_000, max_lag=lag))

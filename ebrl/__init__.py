@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ebrl.replayer import replay
     from ebrl.sim.check import check_env
     from ebrl.sim.context import EnvContext
+    from ebrl.sim.failures import FailurePolicy
     from ebrl.sim.group import EnvGroup
     from ebrl.sim.programs import rollout
     from ebrl.sim.spec import env_spec, env_specs
@@ -54,6 +55,7 @@ _HOMES = {
     "EnvContext": "sim.context",
     "EnvGroup": "sim.group",
     "EnvSpec": "core.records",
+    "FailurePolicy": "sim.failures",
     "GRPO": "train.grpo",
     "GRPOConfig": "train.grpo",
     "GaussianPolicy": "gen.policies.gaussian",
@@ -98,6 +100,7 @@ __all__ = [
     "EnvContext",
     "EnvGroup",
     "EnvSpec",
+    "FailurePolicy",
     "GRPOConfig",
     "GaussianPolicy",
     "Generator",

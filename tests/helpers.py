@@ -40,12 +40,14 @@ from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.batcher import Batcher
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
+from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup, EnvProgram
 from ebrl.train.sampling import Sampling
 from ebrl.train.trainer import Trainer
 
 T = TypeVar("T")
+PATIENT = FailurePolicy(build_s=None, reset_s=None, call_s=None)  # for laws with which a call may take for ever
 ROOT = Path(__file__).resolve().parents[1]
 STEP_S = 1.0
 

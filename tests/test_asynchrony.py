@@ -17,7 +17,7 @@ from ebrl.core.trace import Trace
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualLane, VirtualMachine
 from ebrl.sim.context import EnvContext
-from tests.helpers import RecordingLearner, Stage, assert_sound, run_python, scripted_spec, training, virtually
+from tests.helpers import PATIENT, RecordingLearner, Stage, assert_sound, run_python, scripted_spec, training, virtually
 
 SPEC = scripted_spec(length=25)
 MIX = np.array([1.0, 0.5])  # how `ScriptedEnv` weighs the numbers of an action
@@ -137,7 +137,7 @@ async def test_one_slow_environment_slows_no_other() -> None:
 async def test_a_slow_reset_slows_no_other() -> None:
     laws = {"sim": one_second, "slow": lambda n, rng: 1e6}
     machine = OneSlowLane(laws, servers={"slow": 1})
-    async with training(SPEC, machine, count=4, batch_size=12, updates=50, max_lag=1) as stage:
+    async with training(SPEC, machine, count=4, batch_size=12, updates=50, max_lag=1, failures=PATIENT) as stage:
         async for report in stage.trainer:
             elapsed_s = report.elapsed_s
     assert {d.env for d in stage.learner.decisions} == {1, 2, 3}

@@ -24,7 +24,7 @@ BENCHES = [path.stem for path in SCRIPTS]  # the others are what they share
 
 
 def test_what_there_is() -> None:
-    assert BENCHES == ["convergence", "gates", "lag", "overhead", "pipelining", "quickstart", "rollout", "twin"]
+    assert BENCHES == ["convergence", "gates", "lag", "overhead", "pipelining", "quickstart", "rollout", "soak", "twin"]
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ import pytest
 
 from ebrl.core.machine import LocalMachine
 from ebrl.sim.fake import ScriptedEnv
-from ebrl.sim.hosts import ProcessHost
 from ebrl.sim.link import make_order
+from ebrl.sim.process import ProcessHost
 from ebrl.sim.spec import env_spec
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = """
 import asyncio, functools
 from ebrl.core.machine import LocalMachine
-from ebrl.sim.hosts import ProcessHost
+from ebrl.sim.process import ProcessHost
 from ebrl.sim.spec import env_spec
 from ebrl.sim.fake import ScriptedEnv
 {definition}

@@ -27,6 +27,7 @@ from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.sim.context import EnvContext
+from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
 from ebrl.sim.group import EnvGroup, EnvProgram
 from ebrl.sim.programs import rollout
@@ -137,6 +138,10 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     "discount": (["--env", "CartPole-v1", "--ppo.gamma", "1.5"], ["gamma=1.5", "0..1"]),
     "target": (["--env", "CartPole-v1", "--target-success", "95"], ["--target-success must be between 0 and 1"]),
     "deterministic lag": (["--env", "CartPole-v1", "--deterministic"], ["--deterministic needs --max-lag 0"]),
+    "dropped where all are needed": (
+        ["--env", "CartPole-v1", "--sampling", "quota", "--failures", "drop"],
+        ["--sampling quota needs all environments", "--failures restart"],
+    ),
     "unequal shares": (
         ["--env", "CartPole-v1", "--deterministic", "--max-lag", "0", "--num-envs", "7"],
         ["1024 is no multiple of"],
@@ -194,8 +199,9 @@ def assert_whole(folder: Path) -> None:
 def test_bad_data_of_a_simulator_is_one_line_with_its_place(
     command: Command, args: list[str], words: list[str], num_envs: str
 ) -> None:
-    line = command.fails(*args, *SMALL, "--num-envs", num_envs, "--updates", "9", status=1)
-    for word in (*words, "env ", "episode 0", "decision 4"):
+    options = [*SMALL, "--num-envs", num_envs, "--updates", "9", "--failures", "raise"]
+    line = command.fails(*args, *options, status=1)
+    for word in (*words, "env ", "episode 0", "decision 4", "last action"):
         assert word in line
     assert_whole(command.folder)
 
@@ -251,7 +257,8 @@ def failures(
     learner: RecordingLearner | None = None,
     **group: Any,
 ) -> list[BaseException]:
-    """Train until something fails, and return the leaves of what was raised."""
+    """Train until something fails, nothing being done about it, and return the leaves of what was raised."""
+    group = {"failures": FailurePolicy("raise"), **group}
     policy = policy or ScriptedPolicy(spec)
     learner = learner or RecordingLearner(policy, 8 * count)
 
@@ -272,7 +279,7 @@ def assert_place(error: BaseException, env: int = 0, episode: int = 0, decision:
     (note,) = error.__notes__
     seed = episode_seed(0, env, episode)
     assert note.startswith(f"env {env} episode {episode} decision {decision} seed {seed} version ")
-    assert note.endswith(f"lane envs-{env}")
+    assert note.partition(" last action ")[0].endswith(f"lane envs-{env}")
 
 
 async def by_hand(env: EnvContext) -> None:

@@ -34,6 +34,7 @@ from ebrl.train.assemble import Dropped
 from ebrl.train.groups import FUTILE, Groups
 from ebrl.train.trainer import Trainer
 from tests.helpers import (
+    PATIENT,
     ComparingLearner,
     Stage,
     assert_sound,
@@ -316,7 +317,8 @@ def test_whatever_arrives_groups_are_complete_and_the_ledger_is_balanced(
 async def test_one_group_that_stands_still_holds_up_no_other() -> None:
     machine = OneSlowLane({"sim": one_second, "slow": lambda n, rng: 1e9}, servers={"slow": 1})
     spec = scripted_spec(length=10)
-    async with training(spec, machine, rule=ALL, count=9, group_size=3, batch_size=60, updates=40) as stage:
+    options: dict[str, Any] = {"count": 9, "group_size": 3, "batch_size": 60, "updates": 40, "failures": PATIENT}
+    async with training(spec, machine, rule=ALL, **options) as stage:
         reports = await exhaust(stage)
     assert {d.env for d in stage.learner.decisions} == {3, 4, 5, 6, 7, 8}
     assert reports[-1].elapsed_s < 40 * 60 / 6 * 1.3, "as if the other two groups were alone"

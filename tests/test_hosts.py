@@ -26,8 +26,9 @@ from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.sim import hosts as hosts_module
 from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
-from ebrl.sim.hosts import ProcessHost, SimHost, ThreadHost
+from ebrl.sim.hosts import SimHost, ThreadHost
 from ebrl.sim.link import Link
+from ebrl.sim.process import ProcessHost
 
 Kind: TypeAlias = Literal["thread", "process"]
 ZERO = np.zeros((1, 2), np.float32)
@@ -327,6 +328,32 @@ def test_death_of_the_child_fails_everything_pending_and_later(how: str, message
                 await ask(host.slots[2].step, ZERO)
 
     run(main(), loop)
+
+
+def test_a_process_that_died_is_started_again_by_who_builds_first() -> None:
+    async def main() -> None:
+        async with opened("process", scripted(), 2) as host:
+            slot, other = host.slots
+            await asyncio.gather(ask(slot.reset, 0), ask(other.reset, 0))
+            with pytest.raises(HostDied):
+                await ask(slot.call, functools.partial(crash, "exit"))
+            assert (slot.built, other.built) == (False, False)
+            assert (slot.innocent, other.innocent) == (False, True)
+            building = slot.build()
+            with pytest.raises(HostDied, match="exit code 7"):  # it is gone, and must not disturb the new process
+                await ask(other.step, ZERO)
+            await building
+            with pytest.raises(HostDied, match="exit code 7"):
+                await ask(other.step, ZERO)
+            first, _ = await ask(slot.reset, 0)
+            await other.build()
+            again, _ = await ask(other.reset, 0)
+            assert np.array_equal(first, again)
+            assert (slot.built, other.built) == (True, True)
+            assert (slot.innocent, other.innocent) == (False, False)
+            assert host.busy_s > 0
+
+    run(main())
 
 
 def test_death_while_building_leaves_open() -> None:

@@ -224,7 +224,8 @@ def test_promises_are_not_made_anew_with_every_phase_of_a_cycle(num_cores: int, 
             await asyncio.sleep(240)
             return [move for move in r.moves if move.knob == "cores"]
 
-    assert len(run_virtual(main())) <= 1
+    # One in ten or so is taken back for what was chance, and made again. With every phase there would be dozens.
+    assert len(run_virtual(main())) <= 3
 
 
 def gpu_machine(num_cores: int = 64, laws: Laws = SIMULATION) -> VirtualMachine:

@@ -20,6 +20,7 @@ from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.gen.service import BatchService
 from ebrl.sim.context import EnvContext
+from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.fake import ScriptedFault
 from ebrl.sim.group import EnvGroup
 from ebrl.train.evaluate import evaluate
@@ -144,7 +145,8 @@ def test_an_evaluation_returns_episodes_in_the_order_of_its_seeds(run: Run) -> N
 def test_an_error_ends_everything(run: Run) -> None:
     async def main() -> None:
         spec = scripted_spec(length=9, faults={30: "raise"})
-        async with training(spec, LocalMachine(2), count=5, batch_size=10, updates=1000) as stage:
+        policy = FailurePolicy("raise")
+        async with training(spec, LocalMachine(2), count=5, batch_size=10, updates=1000, failures=policy) as stage:
             await exhaust(stage)
 
     with pytest.raises(ExceptionGroup) as caught:

@@ -12,7 +12,8 @@ from ebrl.core.errors import ConfigError, UnknownEnv
 from ebrl.core.machine import LocalMachine
 from ebrl.core.records import ArraySpec, EnvSpec
 from ebrl.core.scope import finish
-from ebrl.sim.hosts import ProcessHost, SimHost, ThreadHost
+from ebrl.sim.hosts import SimHost, ThreadHost
+from ebrl.sim.process import ProcessHost
 from ebrl.sim.simulator import Simulator
 from ebrl.sim.spec import env_spec, env_specs
 from ebrl.sim.tasks import as_specs

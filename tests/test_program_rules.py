@@ -15,6 +15,7 @@ from ebrl.core.machine import LocalMachine
 from ebrl.core.records import Observation
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.sim.context import EnvContext
+from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.fake import ScriptedEnv
 from tests.helpers import STEP_S, assert_sound, leaves, recording, scripted_spec, take, training, virtually
 
@@ -243,7 +244,8 @@ def test_a_timeout_loses_a_step_that_runs_and_the_program_must_reset(calls: str)
 
     async def main() -> None:
         machine = VirtualMachine({"sim": lambda n, rng: next(seconds, 1.0)})
-        async with training(SPEC, machine, count=1, batch_size=6, updates=2, program=program) as stage:
+        group: Any = {"program": program, "failures": FailurePolicy(call_s=None)}
+        async with training(SPEC, machine, count=1, batch_size=6, updates=2, **group) as stage:
             async for report in stage.trainer:
                 assert_sound(stage.envs.admission.ledger())
                 assert report.dropped == {"lost": 1}

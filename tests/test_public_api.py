@@ -22,6 +22,7 @@ NAMES = [
     "EnvContext",
     "EnvGroup",
     "EnvSpec",
+    "FailurePolicy",
     "GRPO",
     "GRPOConfig",
     "GaussianPolicy",

@@ -37,7 +37,7 @@ from ebrl.sim.spec import env_spec
 from ebrl.train.journal import parameter_digest
 from ebrl.train.ppo import PPO, PPOConfig
 from ebrl.train.trainer import Trainer
-from tests.helpers import leaves, make_decision, make_segment, scripted_spec
+from tests.helpers import PATIENT, leaves, make_decision, make_segment, scripted_spec
 
 LENGTHS = scripted_spec(length=lambda rng: 2 + int(rng.integers(12)))
 torch.set_num_threads(1)
@@ -95,7 +95,7 @@ async def record(
     learner, lags = make(spec, batch_size), set()
     async with Runtime(machine, seed=seed, record=path) as rt:
         gen = rt.start(Generator(learner.policy, lanes=gen_lanes))
-        envs = rt.start(EnvGroup(spec, actor=gen, count=count, **group))
+        envs = rt.start(EnvGroup(spec, actor=gen, count=count, failures=PATIENT, **group))
         async for report in rt.start(Trainer(envs, learner, updates=updates, max_lag=max_lag)):
             lags.add(report.lag_counts)
     masked = report.dropped.get("masked", 0)
@@ -516,7 +516,7 @@ def test_an_update_that_fails_is_not_in_the_log(tmp_path: Path) -> None:
         learner = Failing(make().policy, make().config)
         async with Runtime(heavy_tails(0), record=tmp_path / "log") as rt:
             gen = rt.start(Generator(learner.policy))
-            envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=4))
+            envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=4, failures=PATIENT))
             async for _ in rt.start(Trainer(envs, learner, updates=5)):
                 pass
 

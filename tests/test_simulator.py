@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from ebrl.core.errors import ConfigError, InvalidData, SimulatorError
 from ebrl.core.records import Array, ArraySpec, EnvSpec
 from ebrl.sim.check import check_env
 from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
-from ebrl.sim.simulator import Simulator
+from ebrl.sim.simulator import SUCCESS, Simulator, Turns
 
 OBS, ACTION = ArraySpec((3,), "float32"), ArraySpec((2,), "float32")
 ZERO = np.zeros((1, 2), np.float32)
@@ -215,6 +216,69 @@ def test_rewards_become_floats(reward: Any) -> None:
 def test_wrong_rewards_are_refused(reward: Any) -> None:
     with pytest.raises(InvalidData, match="reward: expected"):
         answering(reward=reward).step(ZERO)
+
+
+@pytest.mark.parametrize("name", SUCCESS)
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        (True, True),
+        (np.bool_(False), False),
+        (1, True),
+        (0.0, False),
+        (np.float32(1), True),
+        (np.array([True]), True),
+        (np.array([[0]]), False),
+        ([1.0], True),
+        (None, None),
+        (float("nan"), None),
+    ],
+)
+def test_flags_of_success_become_bools(name: str, flag: Any, expected: bool | None) -> None:
+    info = {name: flag, "other": flag}
+    assert answering(info=info).step(ZERO).info[name] is expected
+    assert info[name] is flag, "the simulator's own dictionary is left alone"
+
+
+@pytest.mark.parametrize("flag", ["yes", np.zeros(2), {}, np.array(1j)])
+def test_wrong_flags_of_success_are_refused(flag: Any) -> None:
+    with pytest.raises(InvalidData, match=r"info\['success'\]: expected one flag"):
+        answering(info={"success": flag}).step(ZERO)
+
+
+def test_turns_are_reentrant_and_can_be_taken_from_a_thread_that_hangs() -> None:
+    turns, gate, has_it = Turns(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def hangs() -> None:
+        with turns, turns:
+            has_it.set()
+            gate.wait()
+        order.append("late")  # it lets go of what is not its own any more
+
+    def waits() -> None:
+        with turns:
+            order.append("next")
+            gate.set()
+            first.join()
+            with turns:
+                order.append("again")
+
+    first, second = threading.Thread(target=hangs), threading.Thread(target=waits)
+    first.start()
+    has_it.wait()
+    second.start()
+    while not turns.is_awaited_by(second.ident):
+        pass
+    assert not turns.is_awaited_by(first.ident)
+    turns.take_from(second.ident)  # it has none
+    turns.take_from(None)
+    assert order == []
+    turns.take_from(first.ident)
+    second.join()
+    assert order == ["next", "late", "again"]
+    with turns:
+        pass
 
 
 def test_interface_of_another_age_is_named() -> None:

@@ -26,11 +26,11 @@ from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup
-from ebrl.sim.hosts import ProcessHost
+from ebrl.sim.process import ProcessHost
 from ebrl.sim.tasks import as_specs, common_host, spread
 from ebrl.train.evaluate import EvalReport, evaluate
 from ebrl.train.metrics import flatten
-from tests.helpers import leaves, scripted_spec, training, virtually
+from tests.helpers import PATIENT, leaves, scripted_spec, training, virtually
 
 SHORT = scripted_spec(length=3, task="short", success_above=-9.0)
 LONG = scripted_spec(length=8, task="long", success_above=9.0)
@@ -202,7 +202,8 @@ def test_processes_have_the_specs_of_their_environments() -> None:
 async def evaluated(count: int, machine: Callable[[], VirtualMachine], seeds: Sequence[int]) -> tuple[Episode, ...]:
     async with Runtime(machine()) as rt:
         gen = rt.start(Generator(ScriptedPolicy(SHORT), deterministic=True))
-        envs = rt.start(EnvGroup([SHORT, LONG, replace(SHORT, task="again")], actor=gen, count=count))
+        specs = [SHORT, LONG, replace(SHORT, task="again")]
+        envs = rt.start(EnvGroup(specs, actor=gen, count=count, failures=PATIENT))
         return (await evaluate(envs, seeds)).episodes
 
 

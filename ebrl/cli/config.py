@@ -13,6 +13,7 @@ import tyro
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import Host
+from ebrl.sim.failures import Action
 from ebrl.train.ppo import PPOConfig
 from ebrl.train.sampling import Sampling
 
@@ -48,6 +49,8 @@ class TrainConfig:
         record: Write ``events.jsonl``, with which ``ebrl replay`` repeats the run.
         profile: Begin with what a file of profiles says: of ``ebrl probe``, or ``profile.json`` of an earlier run.
         checkpoint_every: Updates between two checkpoints, of which the last three are kept; 0: none.
+        failures: What is done about a simulator that raises, hangs or dies: build it again (and end the run after five
+            times within an hour), drop its environment, or end the run.
         resume: Folder of a run to go on with, from its newest checkpoint and with its configuration.
     """
 
@@ -76,6 +79,7 @@ class TrainConfig:
     record: bool = False
     profile: Path | None = None
     checkpoint_every: int = 10
+    failures: Action = "restart"
     resume: Path | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +100,8 @@ class TrainConfig:
         if self.deterministic and self.max_lag:
             raise ConfigError("--deterministic needs --max-lag 0: with lag, data depend on who was ready first")
         equal = "--deterministic" if self.deterministic else "--sampling quota" if self.sampling == "quota" else None
+        if equal and self.failures == "drop":
+            raise ConfigError(f"{equal} needs all environments: use --failures restart or raise")
         if equal and self.ppo.batch_size % self.num_envs:
             raise ConfigError(
                 f"{equal} shares a batch equally: --ppo.batch-size {self.ppo.batch_size} is no multiple of "

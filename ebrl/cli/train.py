@@ -21,6 +21,7 @@ from ebrl.core.runtime import Runtime
 from ebrl.core.trace import Trace
 from ebrl.gen.generator import Generator
 from ebrl.gen.policies import TorchPolicy, default_policy
+from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.group import EnvGroup
 from ebrl.sim.spec import env_specs
 from ebrl.sim.tasks import check_even, spread
@@ -258,7 +259,8 @@ class Session:
         return [f"{move.time_s:.1f} s {move}" for move in rt.tuning.moves[-num:]] if num else []
 
     def _group(self, actor: Generator, count: int, name: str) -> EnvGroup:
-        return EnvGroup(self._specs, actor=actor, count=count, lanes=self._config.lanes, name=name)
+        failures = FailurePolicy(self._config.failures)
+        return EnvGroup(self._specs, actor=actor, count=count, lanes=self._config.lanes, failures=failures, name=name)
 
     def _due(self, report: UpdateReport, every: int) -> bool:
         return report.update % every == 0 or report.update == self._config.num_updates

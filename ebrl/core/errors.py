@@ -9,6 +9,8 @@
     ├── ProgramError (also RuntimeError)   an environment program misused its context
     ├── SimulatorError (also RuntimeError) a simulator raised, or broke its own contract
     │   ├── InvalidData                    shape, dtype, NaN against the declared space
+    │   │   └── InvalidAction              likewise what a simulator was given
+    │   ├── CallTimeout                    a call of a simulator has not ended by its deadline
     │   └── HostDied                       the process of a simulator is gone
     ├── PolicyError (also RuntimeError)    a policy or a batched function failed, or returned what cannot be used
     ├── CheckpointError (also RuntimeError) a checkpoint that cannot be written, read or continued
@@ -66,6 +68,14 @@ class SimulatorError(EbrlError, RuntimeError):
 
 class InvalidData(SimulatorError):
     """An observation, action or reward that contradicts the declared space, or is not a number."""
+
+
+class InvalidAction(InvalidData):
+    """An action that contradicts the declared space, or is not a number: the fault of whoever chose it."""
+
+
+class CallTimeout(SimulatorError):
+    """A call of a simulator has not ended by its deadline, and is not waited for any longer."""
 
 
 class HostDied(SimulatorError):

@@ -35,9 +35,9 @@ Result: TypeAlias = "tuple[asyncio.Future[Any] | None, Any, Any]"
 
 
 def execute(call: Call) -> Result:
-    """Run a call on the calling thread; one whose future is cancelled does not run."""
+    """Run a call on the calling thread; one whose future is done does not run."""
     future, fn, args, _ = call
-    if future.cancelled():
+    if future.done():
         return future, None, None
     try:
         return future, fn(*args), None
@@ -195,7 +195,11 @@ class Completions:
 
 
 class ThreadLane:
-    """One named thread; calls run in order. See `ebrl.core.protocols.Lane`."""
+    """One named thread; calls run in order. See `ebrl.core.protocols.Lane`.
+
+    Attributes:
+        current: See there. Written by the thread, and read on the loop.
+    """
 
     def __init__(self, completions: Completions, name: str, pool: Lender | None = None, units: int = 1) -> None:
         self._completions = completions
@@ -205,6 +209,7 @@ class ThreadLane:
         self._closed = False
         self._busy_s = 0.0
         self._ended: asyncio.Future[None] = completions.loop.create_future()
+        self.current: Call | None = None
         self.mailbox = Mailbox(completions.loop, pool, self._queue.put, name, units)
         self.thread = threading.Thread(target=self._work, name=f"ebrl-{name}", daemon=True)
         self.thread.start()
@@ -218,6 +223,11 @@ class ThreadLane:
     def busy_s(self) -> float:
         """Seconds spent in calls so far."""
         return self._busy_s
+
+    @property
+    def ident(self) -> int | None:
+        """Of its thread."""
+        return self.thread.ident
 
     def run(self, fn: Callable[..., T], *args: Any, n: int = 1) -> asyncio.Future[T]:
         """Queue ``fn(*args)``; see `ebrl.core.protocols.Lane.run`."""
@@ -250,12 +260,21 @@ class ThreadLane:
         done, _ = await asyncio.wait([self._ended], timeout=deadline_s)
         if done:
             return True
-        frame = sys._current_frames().get(self.thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame else "(no stack)"
-        lost = "lane %s is lost: its call did not return within %.1f s; its units go back, its thread runs on here:\n%s"
-        logger.error(lost, self._name, deadline_s, stack)
-        self.mailbox.settle(self.mailbox.outstanding)
+        text = "lane %s is lost: its call did not return within %.1f s; its units go back, its thread runs on here:\n%s"
+        logger.error(text, self._name, deadline_s, self.give_up())
         return False
+
+    def give_up(self) -> str:
+        """See `ebrl.core.protocols.Lane`. Should the call return after all, its thread ends then."""
+        self._closed = True
+        self.mailbox.close()
+        self.mailbox.settle(self.mailbox.outstanding)
+        self._queue.put(None)
+        return self._stack()
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else "(no stack)"
 
     def _work(self) -> None:
         put, get, clock = self._completions.put, self._queue.get, time.perf_counter
@@ -271,4 +290,6 @@ class ThreadLane:
     def _run_all(self, calls: list[Call]) -> None:
         put = self._completions.put
         for call in calls:
+            self.current = call
             put(execute(call))
+        self.current = None

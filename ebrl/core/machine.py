@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ebrl.core.errors import ConfigError, whole
 from ebrl.core.lanes import Completions, ThreadLane
@@ -49,6 +49,16 @@ class LocalMachine:
         lane = ThreadLane(self._here(), name, pool, units)
         self._lanes.append(lane)
         return lane
+
+    def give_up(self, lane: Lane) -> str:
+        """Forget a lane; see `ebrl.core.protocols.Machine.give_up`."""
+        chosen = next(own for own in self._lanes if own is lane)
+        self._lanes.remove(chosen)
+        return chosen.give_up()
+
+    def foresee(self, seconds: float, call: Callable[[], None]) -> bool:
+        """Nobody knows beforehand how long a call takes."""
+        return False
 
     async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
         """End lanes behind their running calls, all under one deadline; return the names of those given up."""

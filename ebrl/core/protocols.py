@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ebrl.core.admission import Admission
+    from ebrl.core.lanes import Call
     from ebrl.core.leases import Lender
     from ebrl.core.rng import NoiseStream
     from ebrl.core.runtime import Runtime
@@ -52,6 +53,14 @@ class Lane(Protocol):
     @property
     def busy_s(self) -> float:
         """Seconds spent in calls so far."""
+
+    @property
+    def current(self) -> Call | None:
+        """The call that runs now: the same object for as long as it does."""
+
+    @property
+    def ident(self) -> int | None:
+        """Of the thread that it is; None if it is none."""
 
 
 class Machine(Protocol):
@@ -92,6 +101,22 @@ class Machine(Protocol):
             name: Unique name.
             pool: Must lend units for as long as the lane works: what `Runtime.claim` returns; None asks nobody.
             units: How many; the threads that its calls use.
+        """
+
+    def give_up(self, lane: Lane) -> str:
+        """Forget a lane whose running call does not end, with all that waits behind it, and give its units back.
+
+        Futures are left as they are: whoever made them says what became of them.
+
+        Returns:
+            Where the call runs: its stack.
+        """
+
+    def foresee(self, seconds: float, call: Callable[[], None]) -> bool:
+        """Have `call` called whenever a call begins that will take longer than `seconds`.
+
+        Returns:
+            False: nobody knows that beforehand here.
         """
 
     async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
@@ -205,6 +230,10 @@ class Experience(Protocol):
     @property
     def group_size(self) -> int:
         """G: environments that run the same episodes; 1: all run their own."""
+
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """What was done about simulators that failed, since it started, by name."""
 
     def open_training(
         self,

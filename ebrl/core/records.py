@@ -360,6 +360,8 @@ class UpdateReport:
         episodes: Finished since the last report.
         dropped: Decisions dropped since the run began, by reason.
         tasks: That the environments have.
+        faults: What was done about simulators that failed, since this process began: ``restarts``, ``dropped_envs`` and
+            ``leaked_threads``.
     """
 
     update: int
@@ -375,6 +377,7 @@ class UpdateReport:
     episodes: tuple[Episode, ...]
     dropped: Mapping[str, int]
     tasks: tuple[str, ...] = ()
+    faults: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mean_return(self) -> float:

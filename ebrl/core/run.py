@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -12,13 +14,38 @@ T = TypeVar("T")
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end, on uvloop where it is installed (a fifth to two thirds less loop time), else on asyncio.
 
-    The first Ctrl-C cancels `main`, so that everything in it closes in order; then `KeyboardInterrupt` is raised.
+    The first Ctrl-C, or a SIGTERM for which nobody has a handler, cancels `main`, so that everything in it closes in
+    order; then `KeyboardInterrupt` is raised.
 
     Args:
         main: The program.
     """
+    terminated: list[bool] = []
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(main)
+        try:
+            return runner.run(_heeding_sigterm(main, terminated))
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:
+            if terminated or isinstance(error.__context__, asyncio.CancelledError):
+                raise KeyboardInterrupt from None  # what was cancelled is nobody's mistake, and no news
+            raise
+
+
+async def _heeding_sigterm(main: Coroutine[Any, Any, T], terminated: list[bool]) -> T:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def end() -> None:
+        terminated.append(True)
+        task.cancel()
+
+    if ours:
+        loop.add_signal_handler(signal.SIGTERM, end)
+    try:
+        return await main
+    finally:
+        if ours:
+            loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

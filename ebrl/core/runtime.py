@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +56,7 @@ class Runtime:
     Attributes:
         clock: Loop time, to the microsecond: that of uvloop counts milliseconds, and whole batches may take less.
         events: The log that is written, if there is one.
+        before_failing: What is saved, by name, before the run ends since simulators have failed too often.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Runtime:
         self.deterministic = deterministic
         self.trace = trace
         self.events = EventLog(Path(record)) if record is not None else None
+        self.before_failing: dict[str, Callable[[], Awaitable[object]]] = {}
         self.clock: Callable[[], float] = time.monotonic
         clock = self.clock if self.machine.real else None  # that of a model's loop is not known yet: pools look for it
         cores = Pool("cores", self.machine.num_cores, clock=clock)

@@ -94,7 +94,9 @@ class VirtualLane:
         self._queue: deque[Call] = deque()  # what has not begun
         self._busy = False  # with a call, or with waiting for a server
         self._closed = False
+        self._given_up = False
         self._busy_s = 0.0
+        self.current: Call | None = None
         self._mailbox = Mailbox(loop, pool, self._take, name, units)
 
     @property
@@ -106,6 +108,11 @@ class VirtualLane:
     def busy_s(self) -> float:
         """Virtual seconds spent in calls so far."""
         return self._busy_s
+
+    @property
+    def ident(self) -> int | None:
+        """It is no thread."""
+        return None
 
     def run(self, fn: Callable[..., T], *args: Any, n: int = 1) -> asyncio.Future[T]:
         """Queue ``fn(*args)``; see `ebrl.core.protocols.Lane.run`."""
@@ -125,6 +132,16 @@ class VirtualLane:
         for future, *_ in [*self._mailbox.close(), *self._queue]:
             future.cancel()
 
+    def give_up(self) -> str:
+        """See `ebrl.core.protocols.Machine.give_up`."""
+        self._closed = self._given_up = True
+        self._queue.clear()
+        self._mailbox.close()
+        self._mailbox.settle(self._mailbox.outstanding)
+        if self.current is not None:
+            self._servers.give_back()
+        return f"(the call of {self._name} runs in virtual time)"
+
     def _take(self, calls: list[Call]) -> None:
         self._queue.extend(calls)
         if not self._busy:
@@ -136,17 +153,22 @@ class VirtualLane:
             self._servers.take(self._begin)
 
     def _begin(self) -> None:
-        call = self._queue.popleft()
+        if self._given_up:  # while it waited for a server
+            self._servers.give_back()
+            return
+        call = self.current = self._queue.popleft()
         future, _, _, n = call
-        law_s = 0.0 if future.cancelled() else self._law(n)
+        law_s = 0.0 if future.done() else self._law(n)
         result, spent_s = _execute(call)
         began_s = self._loop.time()
         self._run_for(law_s + spent_s, lambda: self._finish(result, began_s))
 
     def _finish(self, result: Result, began_s: float) -> None:
+        if self._given_up:
+            return
         self._busy_s += self._loop.time() - began_s
         self._servers.give_back()
-        self._busy = False
+        self._busy, self.current = False, None
         self._mailbox.settle()
         deliver(result)
         if not self._busy:
@@ -198,6 +220,7 @@ class VirtualMachine:
         self._units = {**dict.fromkeys(("sim", *self.on_cores), self.num_cores), **given}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._servers: dict[str, _Servers] = {}
+        self._foreseen: list[tuple[float, Callable[[], None]]] = []
         self._seed = seed
         self._lanes: list[VirtualLane] = []
         self._num_lanes = 0  # made so far: the key of the next one's draws
@@ -228,6 +251,9 @@ class VirtualMachine:
             return law(n, rng) if law is not None and n else 0.0
 
         def run_for(duration_s: float, done: Callable[[], None]) -> None:
+            for seconds, told in self._foreseen:
+                if duration_s > seconds:
+                    told()
             if self.gpu is not None and kind in self.gpu.model.speed:
                 self.gpu.run(kind, duration_s, done)
             else:
@@ -237,6 +263,18 @@ class VirtualMachine:
         self._lanes.append(lane)
         self._num_lanes += 1
         return lane
+
+    def give_up(self, lane: Lane) -> str:
+        """Forget a lane; see `ebrl.core.protocols.Machine.give_up`."""
+        chosen = next(own for own in self._lanes if own is lane)
+        self._lanes.remove(chosen)
+        return chosen.give_up()
+
+    def foresee(self, seconds: float, call: Callable[[], None]) -> bool:
+        """See `ebrl.core.protocols.Machine.foresee`; what shares the GPU is not foreseen to be slowed down."""
+        self._here()
+        self._foreseen.append((seconds, call))
+        return True
 
     async def aclose(self, lanes: Sequence[Lane] | None = None, *, deadline_s: float) -> list[str]:
         """Run nothing that has not begun; nothing can be lost here."""
@@ -251,5 +289,6 @@ class VirtualMachine:
         # The running loop. What was in flight on another one has ended with it.
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop, self._servers, self._lanes, self._num_lanes = loop, {}, [], 0
+            self._loop, self._servers, self._foreseen = loop, {}, []
+            self._lanes, self._num_lanes = [], 0
         return loop

@@ -1,11 +1,12 @@
 """The child of a process host: owns its simulators, and answers until the parent hangs up.
 
 Imports neither torch nor anything of a user interface, so that it starts fast and stays small. Started by
-`ebrl.sim.hosts.ProcessHost`, never by hand.
+`ebrl.sim.process.ProcessHost`, never by hand.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pickle
@@ -17,11 +18,12 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from ebrl.core.errors import IN_CHILD, SimulatorError
 from ebrl.core.records import EnvSpec, StepResult
-from ebrl.sim.shm import CALL, CONTROL, FRAME, HEADER, PLAIN, RESET, STEP, Rows, frame
+from ebrl.sim.shm import BUILD, CALL, CLOSE, CONTROL, FRAME, HEADER, PLAIN, RESET, STEP, Rows, frame
 from ebrl.sim.simulator import SCALARS, Simulator
 
 FLUSH_S: Final = 5e-5
@@ -29,6 +31,8 @@ FLUSH_S: Final = 5e-5
 
 ORPHAN_S: Final = 5.0
 """How long a call may still run once the parent is gone."""
+
+PR_SET_PDEATHSIG: Final = 1
 
 _NAN: Final = float("nan")
 
@@ -76,38 +80,54 @@ class Worker:
         self._memory_fd = memory_fd
         self._in = bytearray()
         self._out = bytearray()
-        self._sims: list[Simulator] = []
+        self._specs: tuple[EnvSpec, ...] = ()
+        self._sims: list[Simulator | None] = []
         self._rows: Rows
 
     def run(self) -> None:
-        """Build, serve until the parent hangs up, close."""
-        payload = self._attempt(self._build)
+        """Begin, serve until the parent hangs up, close."""
+        payload = self._attempt(self._begin)
         self._sock.sendall(CONTROL.to_bytes(2, "little") + frame(payload))
-        gc.collect()
-        gc.freeze()
         try:
             self._serve()
         finally:
-            for sim in self._sims:
-                self._attempt(sim.close)
+            for row in range(len(self._sims)):
+                self._attempt(partial(self._close, row))
 
-    def _build(self) -> None:
+    def _begin(self) -> None:
         order: Order = pickle.loads(self._read_frame())
         import_main(order)
-        specs: tuple[EnvSpec, ...] = pickle.loads(order.specs)
-        self._rows = Rows(specs, order.max_chunk, self._memory_fd)
+        self._specs = pickle.loads(order.specs)
+        self._rows = Rows(self._specs, order.max_chunk, self._memory_fd)
         os.close(self._memory_fd)
-        for spec in specs:
-            self._sims.append(Simulator(spec))
+        self._sims = [None] * len(self._specs)
+
+    def _build(self, row: int) -> None:
+        self._attempt(partial(self._close, row))  # one that failed: an error in that is no news
+        self._sims[row] = Simulator(self._specs[row])
+        if None not in self._sims:
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+
+    def _close(self, row: int) -> None:
+        sim, self._sims[row] = self._sims[row], None
+        if sim is not None:
+            sim.close()
 
     def _serve(self) -> None:
-        clock = time.perf_counter
+        if not self._sims:  # it could not begin; the parent has heard why, and ends us
+            self._receive()
+            return
+        clock, running = time.perf_counter, self._rows.running
         while self._in or self._receive():
             began = sent = last = clock()
             while len(self._in) >= 2:
                 row = self._in[0] | self._in[1] << 8
                 del self._in[:2]
+                running[0] = row + 1
                 self._answer(row)
+                running[0] = 0
                 now = clock()
                 self._rows.call_s[row] = now - last
                 last = now
@@ -128,12 +148,17 @@ class Worker:
             self._out += frame(payload)
 
     def _operate(self, row: int) -> bytes | None:
-        rows, sim = self._rows, self._sims[row]
+        rows = self._rows
         op = rows.op[row]
+        if op == BUILD:
+            return self._attempt(partial(self._build, row))
+        if op == CLOSE:
+            return self._attempt(partial(self._close, row))
         if op == CALL:
             request = self._read_frame()
-            return self._attempt(lambda: sim.call(pickle.loads(request)))
+            return self._attempt(lambda: built(self._sims[row]).call(pickle.loads(request)))
         try:
+            sim = built(self._sims[row])
             if op == STEP:
                 result = sim.step(rows.actions[row][: rows.num_actions[row]])
                 self._write_step(row, result)
@@ -196,6 +221,17 @@ class Worker:
         self._out.clear()
 
 
+def built(sim: Simulator | None) -> Simulator:
+    """Return a simulator that is there.
+
+    Raises:
+        SimulatorError: It was not built, or is closed.
+    """
+    if sim is None:
+        raise SimulatorError("the simulator was not built, or is closed")
+    return sim
+
+
 def failure(error: BaseException) -> Failure:
     """Pack an exception; the type survives if it can be pickled there and back."""
     summary = traceback.format_exception_only(error)[-1].strip()
@@ -235,6 +271,17 @@ def import_main(order: Order) -> None:
         spawn.import_main_path(order.main_path)
 
 
+def end_with(parent: int) -> None:
+    """Have the kernel end this process with its parent: a call may hold the interpreter lock for ever.
+
+    Where the kernel cannot, there is `watch_parent`.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) == 0 and os.getppid() != parent:
+            os._exit(1)  # it was gone before
+
+
 def watch_parent(sock: socket.socket) -> None:
     """End the process when the parent is gone and a call still runs: nobody would be left to kill it."""
     poll = select.poll()
@@ -252,8 +299,9 @@ def main() -> None:
     """Run; descriptors of socket and memory are the arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     os.environ[IN_CHILD] = "1"
-    sock_fd, memory_fd = int(sys.argv[1]), int(sys.argv[2])
+    sock_fd, memory_fd, parent = map(int, sys.argv[1:4])
     del sys.argv[1:]
+    end_with(parent)
     for fd in (sock_fd, memory_fd):
         os.set_inheritable(fd, False)
     sock = socket.socket(fileno=sock_fd)

@@ -15,6 +15,7 @@ from ebrl.core.rng import Domain, NoiseStream, name_key, stream
 from ebrl.core.saved import SavedEnv
 from ebrl.sim.episodes import EpisodeMeter
 from ebrl.sim.recorder import Recorder, note_executed
+from ebrl.sim.recovery import Fault, blame, blame_reset
 from ebrl.sim.requests import ActRequest, ActStepRequest, Other, ask_other
 from ebrl.sim.resume import EpisodeLog, come_back, run_again
 
@@ -56,6 +57,9 @@ class EnvContext:
         self.resumed: SavedEnv | None = None  # whose episode the first reset has to bring back
         self.others: dict[str, Other] = {}  # by name of the actor
         self.reported = -1  # episode that was counted before the resume, and ends again
+        self.running: asyncio.Task[None] | None = None  # its program, again and again
+        self.raised: Fault | None = None  # by its simulator, last
+        self.fault: Fault | None = None  # because of which the simulator is to be built anew
         self._key = key
         self._group, self._actor = group, group.actor
         self._admission = group.admission
@@ -189,6 +193,11 @@ class EnvContext:
             self._actor.request(request)
             result = await future
             stepped = True
+        except BaseException as error:
+            request = self._request
+            if error is not request.refusal and blame(self, error, request.future, lambda: request.out.action):
+                self.fault = self.raised
+            raise
         finally:
             self._busy = None
             if started and not stepped:
@@ -220,14 +229,14 @@ class EnvContext:
                 f"step() without an open decision ({self.where()}): call act() first, or use intervene(action) "
                 "for actions that are not the policy's"
             )
-        return await self._step("step", action)
+        return await _step(self, "step", action)
 
     async def intervene(self, action: Array) -> StepResult:
         """Execute an action that is not the policy's, in any form that `step` takes.
 
         The open decision, if there is one, is marked: it stays in recorded data and is not trained on.
         """
-        return await self._step("intervene", action)
+        return await _step(self, "intervene", action)
 
     def reward(self, value: float) -> None:
         """Add to the reward of the open decision; also right after the step that ended the episode.
@@ -257,10 +266,18 @@ class EnvContext:
         self.num_calls += 1
         if self.recorder.log is not None:
             self.recorder.log.called = True
+        decision = self.recorder.current
+        future: asyncio.Future[T] = self._loop.create_future()
         try:
-            future: asyncio.Future[T] = self._loop.create_future()
+            if not self.slot.built:
+                await self._group.recovery.make_ready(self)
             self.slot.call(future, fn)
             return await future
+        except BaseException as error:
+            told = None if decision is None else decision.out.action
+            if blame(self, error, future, lambda: told) and not self.slot.built:
+                self.fault = self.raised  # otherwise the program may catch it, and go on
+            raise
         finally:
             self._busy = None
 
@@ -270,28 +287,33 @@ class EnvContext:
             _end_episode(self, "the program has left the episode")
         _close(self)
 
-    async def _step(self, name: str, action: Array) -> StepResult:
-        if self._busy is not None or self._needs_reset is not None:
-            _refuse(self, name)
-        self._busy = name
-        self.num_calls += 1
-        if self.recorder.current is None:
-            self.recorder.cut("split")  # what follows does not follow from the decision before
-        elif name == "intervene":
-            self.recorder.current.intervened = True
-        stepped = False
-        try:
-            future: asyncio.Future[StepResult] = self._loop.create_future()
-            self.slot.step(future, action)
-            result = await future
-            stepped = True
-        finally:
-            self._busy = None
-            if not stepped:
-                _lose(self, self.recorder.current is not None)
-        if self._trace is not None:
-            _span(self, name)
-        return _took(self, result, action)
+
+async def _step(env: EnvContext, name: str, action: Array) -> StepResult:
+    if env._busy is not None or env._needs_reset is not None:
+        _refuse(env, name)
+    env._busy = name
+    env.num_calls += 1
+    if env.recorder.current is None:
+        env.recorder.cut("split")  # what follows does not follow from the decision before
+    elif name == "intervene":
+        env.recorder.current.intervened = True
+    stepped = False
+    future: asyncio.Future[StepResult] = env._loop.create_future()
+    try:
+        env.slot.step(future, action)
+        result = await future
+        stepped = True
+    except BaseException as error:
+        if blame(env, error, future, lambda: action):
+            env.fault = env.raised
+        raise
+    finally:
+        env._busy = None
+        if not stepped:
+            _lose(env, env.recorder.current is not None)
+    if env._trace is not None:
+        _span(env, name)
+    return _took(env, result, action)
 
 
 async def _next_episode(env: EnvContext) -> tuple[int, int]:
@@ -308,12 +330,18 @@ async def _next_episode(env: EnvContext) -> tuple[int, int]:
 
 
 async def _reset_simulator(env: EnvContext) -> tuple[Observation, dict[str, Any]]:
+    if env.fault is not None or not env.slot.built:
+        await env._group.recovery.make_ready(env)
     assigned = env.meter.assigned
     if assigned is None or not env._group.plan.wants(assigned[0]):
         assigned = env.meter.assigned = await _next_episode(env)
     future: asyncio.Future[tuple[Observation, dict[str, Any]]] = env._loop.create_future()
-    env.slot.reset(future, assigned[1])
-    obs, info = await future
+    try:
+        env.slot.reset(future, assigned[1])
+        obs, info = await future
+    except BaseException as error:
+        blame_reset(env, error, future)
+        raise
     return (obs if env.resumed is None else await run_again(env, obs)), info
 
 
@@ -384,6 +412,7 @@ def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
     if result.terminated or result.truncated:
         if decision is not None:
             decision.terminated, decision.truncated = result.terminated, result.truncated
+        env._group.recovery.went_well(env.index)
         _end_episode(env, "the episode has ended")
     if env.recorder.log is not None:
         env.recorder.log.step(action)
@@ -393,6 +422,9 @@ def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
 def _end_episode(env: EnvContext, why: str) -> None:
     env._needs_reset = why
     if env.episode == env.reported:
+        return
+    if env.fault is not None:  # no episode, since it did not end by itself
+        env._group.plan.give_back(env.index, (env.meter.position, env.meter.seed))
         return
     decision, recorder = env.recorder.current, env.recorder
     version = env.version if decision is None else decision.version

@@ -7,6 +7,7 @@ microsecond and a half. Its observation is one buffer that each step overwrites,
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,12 +18,19 @@ import numpy as np
 from gymnasium import spaces
 
 from ebrl.core.records import Array
+from ebrl.core.virtual_machine import spend
 
-Fault: TypeAlias = Literal["raise", "nan", "shape", "dtype", "hang", "exit"]
+Fault: TypeAlias = Literal["raise", "nan", "shape", "dtype", "hang", "exit", "crash"]
 Draw: TypeAlias = "Callable[[np.random.Generator], float]"
 
 CONSTRUCTION = -1
 """Call number of the constructor in a plan of faults."""
+
+CLOSE = -2
+"""Likewise of `close`."""
+
+FOREVER_S = 1e7
+"""How long ``"hang"`` takes without a gate, in virtual time too."""
 
 
 class ScriptedFault(Exception):
@@ -50,6 +58,7 @@ class ScriptedEnv(gymnasium.Env[Array, Any]):
         success_above: float = 0.0,
         latency_s: float | Draw = 0.0,
         faults: Mapping[int, Fault] | None = None,
+        storm: Mapping[Fault, float] | None = None,
         gate: threading.Event | None = None,
     ) -> None:
         """Write the script.
@@ -63,7 +72,8 @@ class ScriptedEnv(gymnasium.Env[Array, Any]):
             success_above: ``info["success"]`` of the last step says whether x is above this.
             latency_s: Sleep per step, or a law likewise.
             faults: What goes wrong at which call; resets and steps are counted together from 0, the constructor is
-                `CONSTRUCTION`. Only ``"raise"`` and ``"exit"`` make sense there.
+                `CONSTRUCTION` and the end `CLOSE`, where data cannot be wrong.
+            storm: With which probability each reset and each step goes wrong how, drawn from the episode's generator.
             gate: What ``"hang"`` waits for; None waits for ever.
         """
         self.observation_space = spaces.Box(-np.inf, np.inf, (obs_dim,), np.float32)
@@ -77,6 +87,7 @@ class ScriptedEnv(gymnasium.Env[Array, Any]):
         self._terminates = terminates
         self._success_above = success_above
         self._faults = dict(faults or {})
+        self._storm = dict(storm or {})
         self._gate = gate
         self._obs = np.zeros(obs_dim, np.float32)
         self._x = self._drift = 0.0
@@ -103,7 +114,7 @@ class ScriptedEnv(gymnasium.Env[Array, Any]):
         self._x = x = 0.5 * self._x + 0.25 * push + self._drift
         obs = self._obs
         np.multiply(self._weights, x, obs)
-        if self._faults:
+        if self._faults or self._storm:
             obs = self._planned(obs)
         self._left -= 1
         if self._left > 0:
@@ -111,9 +122,20 @@ class ScriptedEnv(gymnasium.Env[Array, Any]):
         ends = self._terminates
         return obs, -x * x, ends, not ends, {"success": x > self._success_above, "x": x}
 
+    def close(self) -> None:
+        """End."""
+        if CLOSE in self._faults:
+            self._fail(self._faults[CLOSE], self._obs)
+
     def _planned(self, obs: Array) -> Array:
         fault = self._faults.get(self._num_calls)
         self._num_calls += 1
+        if self._storm:
+            chance = self._rng.random()
+            for drawn, probability in self._storm.items():
+                if fault is None and chance < probability:
+                    fault = drawn
+                chance -= probability
         return obs if fault is None else self._fail(fault, obs)
 
     def _fail(self, fault: Fault, obs: Array) -> Array:
@@ -121,6 +143,8 @@ class ScriptedEnv(gymnasium.Env[Array, Any]):
             raise ScriptedFault(f"scripted at call {self._num_calls - 1}")
         if fault == "exit":
             os._exit(3)
+        if fault == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if fault == "nan":
             obs[-1] = np.nan
             return obs
@@ -128,5 +152,8 @@ class ScriptedEnv(gymnasium.Env[Array, Any]):
             return np.zeros(len(obs) + 1, np.float32)
         if fault == "dtype":
             return np.zeros(len(obs), np.complex64)
-        (self._gate or threading.Event()).wait()
+        if self._gate is None:
+            spend(FOREVER_S)
+        else:
+            self._gate.wait()
         return obs

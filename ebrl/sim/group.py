@@ -22,11 +22,13 @@ from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
 from ebrl.sim.cohorts import Cohorts
 from ebrl.sim.context import EnvContext
+from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.hosts import SimHost
 from ebrl.sim.placement import make_hosts
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import rollout
 from ebrl.sim.recorder import Recorder
+from ebrl.sim.recovery import Recovery
 from ebrl.sim.resume import Past, resume_group, save_group
 from ebrl.sim.tasks import as_specs, check_even, check_groups, common_host, spread
 
@@ -36,9 +38,9 @@ EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
 class EnvGroup:
     """N coroutines from one program; a service.
 
-    Simulators are built when the group starts; their first episode begins when a consumer opens the group: a
-    `Trainer`, or `run_episodes`. Each environment consumes credit for a decision, its own action and its own
-    simulator call; nothing in here ever waits for all of them.
+    Simulators are built when the group starts, and nobody waits for another one's; first episodes begin when a
+    consumer opens the group: a `Trainer`, or `run_episodes`. Each environment consumes credit for a decision, its own
+    action and its own simulator call; nothing in here ever waits for all of them.
 
     Attributes:
         specs: Of each environment.
@@ -58,6 +60,7 @@ class EnvGroup:
         segment_length: int | None = None,
         observe: Callable[[Observation], Observation] | None = None,
         on_resume: Literal["next", "replay"] | None = None,
+        failures: FailurePolicy | None = None,
         name: str = "envs",
     ) -> None:
         """Describe a group.
@@ -83,6 +86,8 @@ class EnvGroup:
                 deterministic mode. Episodes in which simulators were called (`EnvContext.call`) are given up in any
                 case, as are those that a learner compares (GRPO), of which none is trained; in deterministic mode there
                 are none of these when an update has just ended.
+            failures: What is done about simulators that raise, hang or die. Default: ``FailurePolicy()``, they are
+                built again.
             name: Of the service; keys its random streams.
 
         Raises:
@@ -124,6 +129,7 @@ class EnvGroup:
         self._episodes: list[Episode] = []
         self.plan = Plan(spec_of, group_size)
         self.cohorts: Cohorts | None = None
+        self.recovery = Recovery(failures or FailurePolicy(), self.tasks)
 
     def open(self, runtime: Runtime) -> None:
         """Take lanes; called by `Runtime.start`."""
@@ -150,41 +156,28 @@ class EnvGroup:
         return _reading(self)
 
     async def serve(self) -> None:
-        """Build the simulators, then run all programs until cancelled."""
+        """Run all programs until cancelled; each begins with its simulator."""
         async with Scope() as scope:
             self._scope = scope
             assert self._runtime is not None
             self._memory = await _take_memory(self._runtime, self.specs, self.name)
-            building = [scope.start(host.open(), f"{self.name}-build-{i}") for i, host in enumerate(self._hosts)]
-            for task in building:
-                await task
+            self.recovery.begin(self.name, self._runtime, scope, self._hosts)
             for index, recorder in enumerate(self._recorders):
                 slots = self._hosts[index % len(self._hosts)].slots
                 context = EnvContext(self, index, slots[index // len(self._hosts)], recorder)
                 self._contexts.append(context)
                 self._past.give(context)
-                scope.start(_live(self._program, context), f"{self.name}-{index}")
+                context.running = scope.start(_live(self._program, context), f"{self.name}-{index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
 
     def statistics(self) -> Mapping[str, float]:
-        """Env steps and their rate, lane time, which part of the cores is used, who waits, and the ledger."""
-        ledger = self.admission.ledger()
-        return {
-            "env_steps": self.env_steps,
-            "busy_s": sum(host.busy_s for host in self._hosts),
-            **_read(self),
-            "waiting_for_credit": ledger.num_waiting + (self.cohorts.num_waiting if self.cohorts is not None else 0),
-            "started": ledger.started,
-            "trained": ledger.trained,
-            "buffered": ledger.buffered,
-            "parked": ledger.parked,
-            "in_flight": ledger.in_flight,
-            **{f"dropped_{reason}": num for reason, num in ledger.dropped.items()},
-        }
+        """Env steps and their rate, lane time, use of the cores, who waits, the ledger, and restarts."""
+        return _statistics(self)
 
     async def aclose(self, deadline_s: float) -> None:
         """Close the simulators, each behind its running call."""
         self.admission.close()
+        self.recovery.end()
         if self._runtime is not None:
             self._runtime.tuning.forget(self)
             _read(self)
@@ -199,6 +192,11 @@ class EnvGroup:
     def tasks(self) -> list[str]:
         """Of each environment."""
         return [spec.task for spec in self.specs]
+
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """Restarts of simulators, environments that were dropped, and threads that leaked, so far."""
+        return self.recovery.counts()
 
     @property
     def env_steps(self) -> int:
@@ -228,8 +226,8 @@ class EnvGroup:
 
         Raises:
             ConfigError: As `Admission.open`; the group has a trainer, or has run an evaluation; a quota where tasks
-                have different numbers of environments; groups of one environment, or with a quota; or `saved` is of
-                other environments or another seed.
+                have different numbers of environments; groups of one environment, or with a quota; environments that
+                may be dropped, where all of them are needed; or `saved` is of other environments or another seed.
             Closed: The group was not started.
         """
         self.plan.refuse_training(self.name)
@@ -296,6 +294,7 @@ class EnvGroup:
 
 
 async def _live(program: EnvProgram, env: EnvContext) -> None:
+    recovery = env._group.recovery
     while True:
         before = env.num_calls
         try:
@@ -311,9 +310,15 @@ async def _live(program: EnvProgram, env: EnvContext) -> None:
                     "the program returned without a single call of its environment: it would be called again "
                     "for ever; await env.reset() in it"
                 )
-        except Exception as error:
-            _note(error, env.where())
+        except asyncio.CancelledError:
+            if env.index in recovery.dropped:
+                return
             raise
+        except Exception as error:
+            if not recovery.takes(env, error):
+                _note(error, recovery.place(env, error))
+                raise
+            env.finish_episode()
 
 
 def _open_admission(
@@ -322,6 +327,11 @@ def _open_admission(
     runtime = group._runtime
     assert runtime is not None
     exact = runtime.deterministic and max_lag == 0
+    if group.recovery.policy.action == "drop" and (quota or exact or groups):
+        raise ConfigError(
+            f'{group.name}: FailurePolicy("drop") does not go with sampling="quota", deterministic mode or groups: all '
+            'environments are needed there; use "restart" or "raise"'
+        )
     if quota:
         check_even(group.tasks)
     if groups:
@@ -358,12 +368,29 @@ def _reading(group: EnvGroup) -> SimReading:
     return SimReading(
         name=group.name,
         gen="",
-        num_envs=len(group._contexts) - group.plan.num_waiting,
+        num_envs=len(group._contexts) - group.plan.num_waiting - len(group.recovery.dropped),
         num_steps=group.env_steps - group._past.env_steps,
         busy_s=sum(host.busy_s for host in hosts),
         num_cores=claim.account.ceiling if claim is not None else group._runtime.machine.num_cores,
         cpu_part=sum(host.times.cpu_part() for host in hosts) / len(hosts),
     )
+
+
+def _statistics(group: EnvGroup) -> dict[str, float]:
+    ledger = group.admission.ledger()
+    return {
+        "env_steps": group.env_steps,
+        "busy_s": sum(host.busy_s for host in group._hosts),
+        **_read(group),
+        "waiting_for_credit": ledger.num_waiting + (group.cohorts.num_waiting if group.cohorts is not None else 0),
+        "started": ledger.started,
+        "trained": ledger.trained,
+        "buffered": ledger.buffered,
+        "parked": ledger.parked,
+        "in_flight": ledger.in_flight,
+        **{f"dropped_{reason}": num for reason, num in ledger.dropped.items()},
+        **group.recovery.counts(),
+    }
 
 
 def _read(group: EnvGroup) -> dict[str, float]:

@@ -1,41 +1,55 @@
-"""Where simulator code runs: on thread lanes of this process, or in a child process of its own.
+"""Where simulator code runs: on thread lanes of this process, or in a child process of its own (`ebrl.sim.process`).
 
 `ThreadHost` is for simulators that release the interpreter lock (rendering, large models) or that wait. `ProcessHost`
-is for short steps that are mostly Python; it costs the loop no more than a thread does: arrays lie in shared memory,
-two-byte numbers travel over a socket pair in batches, and nothing is pickled per step.
+is for short steps that are mostly Python; it costs the loop no more than a thread does.
+
+A simulator is built, and built again after it has failed. One that is lost, since its thread hangs or its process has
+ended, fails the call that waits for it and every later one, until it is built again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections import deque
+import logging
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ebrl.core.errors import Closed, ConfigError, InvalidData, SimulatorError
-from ebrl.core.lanes import Mailbox
+from ebrl.core.errors import SimulatorError
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane, Machine
 from ebrl.core.records import Array, EnvSpec, Observation, StepResult
-from ebrl.sim.child import unpack
-from ebrl.sim.link import KILL_S, Link, complete, make_order, unpicklable
-from ebrl.sim.shm import CALL, CONTROL, FRAME, HEADER, RESET, STEP, Rows, anonymous_file, frame, frame_end
-from ebrl.sim.simulator import ActionReader, Simulator
+from ebrl.sim.failures import Phase
+from ebrl.sim.link import heed
+from ebrl.sim.simulator import Missing, Simulator, construction_lock
 from ebrl.sim.times import SAMPLE_EVERY, CallTimes
+
+logger = logging.getLogger("ebrl")
+
+Reset: TypeAlias = tuple[Observation, dict[str, Any]]
+PHASES: dict[str, Phase] = {"_build": "build", "_reset": "reset"}
 
 
 class Slot(Protocol):
     """One simulator, wherever it runs. Called on the loop; the calls of one slot run in order.
 
     Each method completes `future`, which the caller made. A cancelled call that has not begun does not run.
+
+    Attributes:
+        env: Index of its environment, for messages.
+        built: Whether there is a simulator.
+        innocent: It was lost because of another one that shares its thread or process.
     """
+
+    env: int
+    built: bool
+    innocent: bool
 
     @property
     def lane_name(self) -> str:
         """Where it runs, for messages."""
 
-    def reset(self, future: asyncio.Future[tuple[Observation, dict[str, Any]]], seed: int) -> None:
+    def reset(self, future: asyncio.Future[Reset], seed: int) -> None:
         """See `ebrl.sim.simulator.Simulator.reset`."""
 
     def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
@@ -44,13 +58,35 @@ class Slot(Protocol):
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `ebrl.sim.simulator.Simulator.call`; `fn` and what it returns are pickled for a process host."""
 
+    def build(self) -> asyncio.Future[None]:
+        """Make the simulator, after closing the one before, behind whatever runs."""
+
+    def retire(self) -> None:
+        """Close the simulator for good."""
+
+
+class Running(NamedTuple):
+    """What a host does now.
+
+    Attributes:
+        place: Its lane or child process, which does one call at a time.
+        call: The same object for as long as the same call runs.
+        phase: What kind of call.
+        slot: Whose; None if it is not known.
+    """
+
+    place: object
+    call: object
+    phase: Phase
+    slot: Slot | None
+
 
 class SimHost(Protocol):
     """Some simulators that start and end together."""
 
     @property
-    def slots(self) -> list[Any]:
-        """One `Slot` per simulator."""
+    def slots(self) -> Sequence[Slot]:
+        """One per simulator."""
 
     @property
     def times(self) -> CallTimes:
@@ -60,8 +96,30 @@ class SimHost(Protocol):
     def busy_s(self) -> float:
         """Seconds spent in simulators so far."""
 
+    @property
+    def num_leaked(self) -> int:
+        """Threads that were given up so far."""
+
+    def start(self) -> None:
+        """Begin; nothing is built yet. Call `aclose` after it.
+
+        Raises:
+            ConfigError: A spec cannot be sent to a process.
+        """
+
     async def open(self) -> None:
-        """Build everything; raises what construction raised. Call `aclose` after it, whatever it did."""
+        """`start`, and build everything; raises what construction raised. Call `aclose` after it, whatever it did."""
+
+    def running(self) -> list[Running]:
+        """What it does now, call by call."""
+
+    def give_up(self, running: Running, error: SimulatorError) -> None:
+        """End a call that does not end by itself, and all that shares its thread or process.
+
+        Args:
+            running: From `running`, just now.
+            error: Raised where its end is waited for.
+        """
 
     async def aclose(self, deadline_s: float) -> list[str]:
         """Close the simulators behind their running calls.
@@ -74,55 +132,119 @@ class SimHost(Protocol):
         """
 
 
+async def open_all(host: SimHost) -> None:
+    """Start a host and build all of its simulators, at once where they have lanes of their own."""
+    host.start()
+    futures = [slot.build() for slot in host.slots]
+    try:
+        await asyncio.gather(*futures)
+    finally:
+        for future in futures:  # after a failure, build no more
+            future.cancel()
+
+
 class ThreadSlot:
-    """A simulator pinned to a lane."""
+    """A simulator pinned to a lane; see `Slot`."""
 
-    __slots__ = ("_built", "_due", "_lane", "_step", "_times", "lane_name", "simulator")
+    __slots__ = (
+        "_due", "_moving", "_spec", "_step", "_submit", "_times", "built", "env", "future", "innocent", "lane",
+        "simulator",
+    )  # fmt: skip
 
-    def __init__(self, lane: Lane, times: CallTimes) -> None:
-        self._lane = lane
+    def __init__(self, spec: EnvSpec, lane: Lane, times: CallTimes, env: int) -> None:
+        self._spec = spec
         self._times = times
         self._due = times.due
-        self.lane_name = lane.name
-        self.simulator: Simulator
-        self._built = False
+        self._moving = threading.Lock()
+        self.env = env
+        self.future: asyncio.Future[Any] | None = None  # of the call that was made last
+        self.innocent = False
+        self.lane = lane
+        self.simulator: Simulator | Missing
+        self._step: Callable[..., StepResult]
+        self._leave(lane, Missing(SimulatorError("the simulator was not built")))
 
-    def reset(self, future: asyncio.Future[tuple[Observation, dict[str, Any]]], seed: int) -> None:
+    @property
+    def lane_name(self) -> str:
+        """Where it runs."""
+        return self.lane.name
+
+    def reset(self, future: asyncio.Future[Reset], seed: int) -> None:
         """See `Slot`."""
-        self._lane.submit(future, self._times.reset, self.simulator, seed)
+        self.future = future
+        self._submit(future, self._reset, seed)
 
     def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
         """See `Slot`."""
-        if next(self._due):
-            self._lane.submit(future, self._times.step, self.simulator, actions, finite)
-        else:
-            self._lane.submit(future, self._step, actions, finite)
+        self.future = future
+        self._submit(future, self._timed_step if next(self._due) else self._step, actions, finite)
 
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `Slot`."""
-        self._lane.submit(future, self.simulator.call, fn)
+        self.future = future
+        self._submit(future, self.simulator.call, fn)
 
-    def build(self, spec: EnvSpec) -> None:
-        """Make the simulator; called on the lane."""
-        self.simulator = Simulator(spec)
-        self._step = self.simulator.step  # bound once
-        self._built = True
+    def build(self) -> asyncio.Future[None]:
+        """See `Slot`."""
+        self.innocent = False
+        self.future = future = self.lane.run(self._build, self.lane, n=0)
+        return future
 
-    def start_build(self, spec: EnvSpec) -> asyncio.Future[None]:
-        """Queue `build` on the lane."""
-        return self._lane.run(self.build, spec, n=0)
+    def retire(self) -> None:
+        """See `Slot`."""
+        self.start_close().add_done_callback(heed)
 
     def start_close(self) -> asyncio.Future[None]:
         """Queue the end of the simulator, if there is one, behind whatever runs."""
-        return self._lane.run(self._close, n=0)
+        return self.lane.run(self._close, n=0)
+
+    def lose(self, lane: Lane, error: SimulatorError, innocent: bool) -> None:
+        """Go on with another lane, and without a simulator: the thread of the one before does not return."""
+        with self._moving:
+            self._leave(lane, Missing(error))
+        self.innocent = innocent
+        if self.future is not None and not self.future.done():
+            self.future.set_exception(type(error)(*error.args))
+
+    # On the lane.
+
+    def _reset(self, seed: int) -> Reset:
+        return self._times.reset(self.simulator, seed)
+
+    def _timed_step(self, actions: Array, finite: bool) -> StepResult:
+        return self._times.step(self.simulator, actions, finite)
+
+    def _build(self, lane: Lane) -> None:
+        close_failed(self.simulator)
+        self.built = False
+        made = Simulator(self._spec)
+        with self._moving:
+            if self.lane is not lane:  # given up meanwhile; a simulator belongs to one thread
+                return
+            self.simulator, self._step = made, made.step  # bound once
+            self.built = True
 
     def _close(self) -> None:
-        if self._built:
-            self.simulator.close()
+        simulator, self.simulator = self.simulator, Missing(SimulatorError("the simulator is closed"))
+        simulator.close()
+
+    def _leave(self, lane: Lane, instead: Missing) -> None:
+        self.lane = lane
+        self._submit = lane.submit
+        self.simulator, self._step = instead, instead.step
+        self.built = False
+
+
+def close_failed(simulator: Simulator | Missing) -> None:
+    """Close a simulator that is not used any more, or that failed: an error in that is no news."""
+    try:
+        simulator.close()
+    except Exception as error:  # the border: whatever user code raises
+        logger.debug("a simulator that is replaced could not be closed: %r", error)
 
 
 class ThreadHost:
-    """Simulators on thread lanes, or on those of a virtual machine."""
+    """Simulators on thread lanes, or on those of a virtual machine; see `SimHost`."""
 
     def __init__(
         self,
@@ -145,25 +267,57 @@ class ThreadHost:
             sample_every: One in so many steps is timed; none on a model, where clocks say nothing.
         """
         self.times = CallTimes(sample_every if machine.real else 0)
-        self._specs = specs
+        self.num_leaked = 0
         self._machine = machine
+        self._pool = pool
         self._lanes = [machine.lane("sim", f"{name}-{index}", pool) for index in range(min(num_lanes, len(specs)))]
-        self.slots = [ThreadSlot(self._lanes[i % len(self._lanes)], self.times) for i in range(len(specs))]
+        self._lost_busy_s = 0.0
         self._closed = False
+        self.slots = [
+            ThreadSlot(spec, self._lanes[i % len(self._lanes)], self.times, i) for i, spec in enumerate(specs)
+        ]
 
     @property
     def busy_s(self) -> float:
         """Seconds spent in simulators so far."""
-        return sum(lane.busy_s for lane in self._lanes)
+        return self._lost_busy_s + sum(lane.busy_s for lane in self._lanes)
+
+    def start(self) -> None:
+        """See `SimHost`; lanes run already."""
 
     async def open(self) -> None:
         """See `SimHost`."""
-        futures = [slot.start_build(spec) for slot, spec in zip(self.slots, self._specs, strict=True)]
-        try:
-            await asyncio.gather(*futures)
-        finally:
-            for future in futures:  # after a failure, build no more
-                future.cancel()
+        await open_all(self)
+
+    def running(self) -> list[Running]:
+        """See `SimHost`; who waits for the turn to build is left out."""
+        return [
+            self._describe(lane, call)
+            for lane in self._lanes
+            if (call := lane.current) is not None and not construction_lock.is_awaited_by(lane.ident)
+        ]
+
+    def give_up(self, running: Running, error: SimulatorError) -> None:
+        """See `SimHost`: the lane is replaced, and its thread leaks."""
+        lane = next(lane for lane in self._lanes if lane is running.place)
+        self._lost_busy_s += lane.busy_s
+        stack = self._machine.give_up(lane)
+        construction_lock.take_from(lane.ident)
+        self.num_leaked += 1
+        logger.error(
+            "env %s hangs: %s. Lane %s is given up and its thread leaks, the %d. of this group; it runs here:\n%s",
+            running.slot.env if running.slot is not None else "?", error, lane.name, self.num_leaked, stack,
+        )  # fmt: skip
+        new = self._machine.lane("sim", f"{lane.name.partition('+')[0]}+{self.num_leaked}", self._pool)
+        self._lanes[self._lanes.index(lane)] = new
+        for slot in self.slots:
+            if slot.lane is lane:
+                slot.lose(new, error, innocent=slot is not running.slot)
+
+    def _describe(self, lane: Lane, call: Any) -> Running:
+        fn = call[1]  # bound to a slot, or to its simulator
+        owner = next((slot for slot in self.slots if fn.__self__ in (slot, slot.simulator)), None)
+        return Running(lane, call, PHASES.get(fn.__name__, "call"), owner)
 
     async def aclose(self, deadline_s: float) -> list[str]:
         """See `SimHost`."""
@@ -179,265 +333,6 @@ class ThreadHost:
         # A lane that never got a unit of the pool has ended well, but its simulators were not closed.
         unclosed = [s.lane_name for s, future in zip(self.slots, closing, strict=True) if future.cancelled()]
         broken = [f"{s.lane_name} (close failed)" for s, f in zip(self.slots, closing, strict=True) if f in failed]
+        for future in failed:
+            logger.warning("a simulator could not be closed: %r", future.exception())
         return list(dict.fromkeys([*lost, *unclosed, *broken]))
-
-
-class Operation:
-    """One call of a process slot, from its post to its answer."""
-
-    __slots__ = ("argument", "code", "future", "slot")
-
-    def __init__(self, slot: ProcessSlot, future: asyncio.Future[Any], code: int, argument: Any) -> None:
-        self.slot = slot
-        self.future = future
-        self.code = code
-        self.argument = argument
-
-
-class ProcessSlot:
-    """A simulator in a child process. Its row of the shared memory belongs to one operation at a time."""
-
-    __slots__ = ("_actions", "_host", "current", "held", "index", "wire")
-
-    def __init__(self, host: ProcessHost, index: int, actions: ActionReader) -> None:
-        self._host = host
-        self._actions = actions
-        self.index = index
-        self.wire = index.to_bytes(2, "little")
-        self.current: Operation | None = None
-        self.held: deque[Operation] = deque()
-
-    @property
-    def lane_name(self) -> str:
-        """Where it runs."""
-        return self._host.name
-
-    def reset(self, future: asyncio.Future[tuple[Observation, dict[str, Any]]], seed: int) -> None:
-        """See `Slot`."""
-        self._post(Operation(self, future, RESET, seed))
-
-    def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
-        """See `Slot`; at most `max_chunk` actions, which the child looks at in any case."""
-        try:
-            chunk = self._actions.chunk(actions)
-        except InvalidData as error:
-            future.set_exception(error)
-            return
-        if len(chunk) > self._host.max_chunk:
-            future.set_exception(
-                ConfigError(
-                    f"a chunk of {len(chunk)} actions does not fit into the shared memory of {self._host.name}: "
-                    f"raise its max_chunk, now {self._host.max_chunk}"
-                )
-            )
-            return
-        self._post(Operation(self, future, STEP, chunk))
-
-    def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
-        """See `Slot`."""
-        try:
-            request = pickle.dumps(fn)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            future.set_exception(ConfigError(unpicklable(f"call({fn!r})", error)))
-            return
-        self._post(Operation(self, future, CALL, frame(request)))
-
-    def next(self) -> None:
-        """The current operation is over: begin the one that was held back, if any."""
-        self.current = None
-        if self.held:
-            self._post(self.held.popleft())
-
-    def _post(self, operation: Operation) -> None:
-        # A cancelled operation may still be in the child, which then reads and writes the row.
-        if self.current is not None:
-            self.held.append(operation)
-        elif self._host.post(operation):
-            self.current = operation
-
-
-class ProcessHost:
-    """One child process with some simulators. See the module, and `ebrl.sim.shm` for the protocol."""
-
-    def __init__(
-        self, specs: Sequence[EnvSpec], machine: Machine, pool: Lender | None, name: str, *, max_chunk: int = 64
-    ) -> None:
-        """Describe the host; `open` starts the process.
-
-        Args:
-            specs: What to build, one simulator each; picklable, and alike in what they observe and how they act.
-            machine: A real one; gives a lane that starts the process and waits for its end.
-            pool: Lends one unit while the child works.
-            name: Unique name.
-            max_chunk: Most actions in one step.
-
-        Raises:
-            ConfigError: `machine` is a model, or the number of simulators or `max_chunk` out of range.
-        """
-        if not machine.real:
-            raise ConfigError(f'{name}: a virtual machine has no processes: pass host="thread"')
-        if not 1 <= len(specs) < CONTROL or max_chunk < 1:
-            raise ConfigError(
-                f"{name}: simulators must be 1 to {CONTROL - 1} and max_chunk at least 1, got {len(specs)}, {max_chunk}"
-            )
-        self.name = name
-        self.max_chunk = max_chunk
-        self.times = CallTimes()
-        actions = ActionReader(specs[0].action)
-        self.slots = [ProcessSlot(self, index, actions) for index in range(len(specs))]
-        self._specs = specs
-        self._machine = machine
-        self._pool = pool
-        self._link: Link | None = None
-        self._mailbox: Mailbox
-        self._ready: asyncio.Future[None]
-        self._rows: Rows
-        self._dead: SimulatorError | Closed | None = None
-        self._busy_s = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent in simulators so far."""
-        return self._busy_s if self._dead is not None or self._link is None else self._rows.busy_s[0]
-
-    async def open(self) -> None:
-        """See `SimHost`.
-
-        Raises:
-            ConfigError: A spec cannot be sent to a process.
-            HostDied: The process ended while building.
-        """
-        order = make_order(self._specs, self.max_chunk)
-        loop = asyncio.get_running_loop()
-        memory = anonymous_file(Rows(self._specs, self.max_chunk).size)
-        self._rows = Rows(self._specs, self.max_chunk, memory)
-        self._mailbox = Mailbox(loop, self._pool, self._send, self.name)
-        lane = self._machine.lane("io", f"{self.name}-io")
-        link = self._link = Link(self.name, lane, memory, self._take, self._end)
-        self._ready = link.ready
-        await link.start(pickle.dumps(order))
-
-    async def aclose(self, deadline_s: float) -> list[str]:
-        """See `SimHost`; the process is killed after the deadline."""
-        link, self._link = self._link, None
-        if link is None:
-            return []
-        self._mailbox.close()
-        killed = await link.aclose(deadline_s)
-        self._end(Closed(f"{self.name} is closed"))
-        lost = await self._machine.aclose([link.lane], deadline_s=KILL_S)
-        return [self.name] if killed or lost else []
-
-    def post(self, operation: Operation) -> bool:
-        """Send an operation when the pool allows it; fails it if nobody is left to do it."""
-        if self._dead is not None or self._link is None:
-            fail(operation, self._dead or Closed(f"{self.name} is not open"))
-            return False
-        self._mailbox.post(operation)
-        return True
-
-    def _end(self, error: SimulatorError | Closed) -> None:
-        # Nobody answers any more: fail what is pending and whatever comes later.
-        if self._dead is not None:
-            return
-        self._dead = error
-        self._busy_s = self._rows.busy_s[0]
-        for slot in self.slots:
-            for operation in (slot.current, *slot.held):
-                if operation is not None:
-                    fail(operation, error)
-            slot.current = None
-            slot.held.clear()
-        self._mailbox.close()
-        self._mailbox.settle(self._mailbox.outstanding)
-        del self._rows  # unmaps the memory
-
-    def _send(self, operations: list[Any]) -> None:
-        rows, out = self._rows, bytearray()
-        for operation in operations:
-            slot: ProcessSlot = operation.slot
-            if operation.future.done():
-                # Not at once: the mailbox is in the middle of sending.
-                asyncio.get_running_loop().call_soon(self._skip, operation)
-                continue
-            index = slot.index
-            code = rows.op[index] = operation.code
-            out += slot.wire
-            if code == STEP:
-                chunk = operation.argument
-                num = rows.num_actions[index] = len(chunk)
-                rows.actions[index][:num] = chunk
-            elif code == RESET:
-                rows.seed[index] = operation.argument
-            else:
-                out += operation.argument
-        if out and self._link is not None:
-            self._link.send(out)
-
-    def _skip(self, operation: Operation) -> None:
-        if self._dead is None:
-            operation.slot.next()
-            self._mailbox.settle()
-
-    def _take(self, data: bytearray) -> int:
-        # Completes what was answered, and returns the bytes that were used: the rest is the beginning of a message.
-        status, slots = self._rows.status, self.slots
-        at, last, num, stepped = 0, len(data) - 1, 0, -1
-        while at < last:
-            index = data[at] | data[at + 1] << 8
-            if index == CONTROL or status[index] == FRAME:
-                end = frame_end(data, at + 2)
-                if end is None:
-                    break
-                value, error = unpack(bytes(data[at + 2 + HEADER.size : end]))
-                at = end
-                if index == CONTROL:
-                    complete(self._ready, value, error)
-                    continue
-                operation = slots[index].current
-                assert operation is not None
-                complete(operation.future, value, error)
-            else:
-                at += 2
-                operation = slots[index].current
-                assert operation is not None
-                if operation.code == STEP:
-                    stepped = index
-                if not operation.future.done():
-                    operation.future.set_result(self._read(operation.code, index))
-            num += 1
-            slots[index].next()
-        if stepped >= 0:  # of the steps that came together, one is noted: the loop has less to do
-            self.times.steps.append(self._rows.call_s[stepped] / self._rows.num_steps[stepped])
-        if num:
-            self._mailbox.settle(num)
-        return at
-
-    def _read(self, code: int, index: int) -> Any:
-        rows = self._rows
-        if code == RESET:
-            self.times.resets.append(rows.call_s[index])
-        row: Any = rows.obs[index]
-        obs: Observation = {key: part.copy() for key, part in row.items()} if type(row) is dict else row.copy()
-        info = self._read_info(index) if self._rows.num_infos else {}
-        if code == RESET:
-            return obs, info
-        start = index * rows.reward_stride
-        num = rows.num_steps[index]
-        rewards = (rows.rewards[start],) if num == 1 else tuple(rows.rewards[start : start + num].tolist())
-        return StepResult(obs, rewards, rows.terminated[index] == 1, rows.truncated[index] == 1, info)
-
-    def _read_info(self, index: int) -> dict[str, Any]:
-        start, num = index * self._rows.num_infos, self._rows.num_infos
-        values = self._rows.infos[start : start + num].tolist()
-        info = {
-            key: value for key, value in zip(self._rows.info_keys, values, strict=True) if value == value
-        }  # not NaN
-        if "success" in info:
-            info["success"] = info["success"] != 0
-        return info
-
-
-def fail(operation: Operation, error: SimulatorError | Closed) -> None:
-    """Fail an operation with an exception of its own, since tracebacks belong to one raise."""
-    complete(operation.future, None, type(error)(*error.args))

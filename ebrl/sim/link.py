@@ -1,4 +1,4 @@
-"""`Link`: the child process of a `ebrl.sim.hosts.ProcessHost`, and the socket to it. The loop never blocks on either.
+"""`Link`: the child process of a `ebrl.sim.process.ProcessHost`, and the socket to it. The loop never blocks on either.
 
 A lane starts the process and then waits for its end, so that nobody polls. A plain subprocess is used rather than
 ``multiprocessing.Process``: scripts need no ``__main__`` guard unless they define the environment themselves.
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ebrl.core.errors import IN_CHILD, UNGUARDED, ConfigError, HostDied, SimulatorError
+from ebrl.core.errors import IN_CHILD, UNGUARDED, ConfigError, EbrlError, HostDied, SimulatorError
 from ebrl.core.protocols import Lane
 from ebrl.core.records import EnvSpec
 from ebrl.sim import child
@@ -48,7 +48,7 @@ class Link:
         lane: Lane,
         memory: int,
         take: Callable[[bytearray], int],
-        end: Callable[[SimulatorError], None],
+        end: Callable[[EbrlError], None],
     ) -> None:
         """Open the socket; `start` starts the process.
 
@@ -57,7 +57,7 @@ class Link:
             lane: Starts the process and waits for its end; nobody else uses it.
             memory: Descriptor for the child; closed here.
             take: Given all bytes that arrived; returns how many it used.
-            end: Called when the process has ended by itself.
+            end: Called when the process has ended, and nobody has asked it to; completes `ready` if need be.
         """
         self.lane = lane
         self._name = name
@@ -66,6 +66,7 @@ class Link:
         self._end = end
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.ready.add_done_callback(heed)
         self._sock, self._theirs = socket.socketpair()
         self._sock.setblocking(False)
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,15 +77,15 @@ class Link:
         self._open = True
         self._closing = False
 
-    async def start(self, order: bytes) -> None:
-        """Start the child and wait until it has built its simulators."""
+    def start(self, order: bytes) -> None:
+        """Start the child; `ready` tells when it can build simulators."""
         self._spawned = self.lane.run(self._spawn, n=0)
-        await asyncio.wait([self._spawned])  # not cancelled with us: the process would be nobody's
-        self._spawned.result()
-        self._watch()
-        self._loop.add_reader(self._sock.fileno(), self._receive)
-        self.send(frame(order))
-        await self.ready
+        self._spawned.add_done_callback(lambda spawned: self._connect(spawned, order))
+
+    def kill(self) -> None:
+        """End the child at once; `end` is called when it has ended."""
+        if self._process is not None:
+            self._process.kill()
 
     def send(self, data: bytes | bytearray) -> None:
         """Send in order, at once as far as the socket takes it."""
@@ -111,7 +112,7 @@ class Link:
         if exited is not None and self._process is not None:
             with contextlib.suppress(OSError):  # the child is gone already
                 self._sock.shutdown(socket.SHUT_WR)
-            if not self.ready.done():  # it builds simulators, and would hear of the end only afterwards
+            if not self.ready.done():  # it imports, and would hear of the end only afterwards
                 self._process.kill()
             done, _ = await asyncio.wait([exited], timeout=deadline_s)
             if not done:
@@ -121,14 +122,26 @@ class Link:
         self._hang_up()
         if self._spawned is None:
             self._close_theirs()
-        if not self.ready.cancel() and not self.ready.cancelled():
-            self.ready.exception()  # so that nobody complains that it was not looked at
+        self.ready.cancel()
         return killed
+
+    def _connect(self, spawned: asyncio.Future[None], order: bytes) -> None:
+        if self._closing:
+            return
+        if spawned.cancelled() or spawned.exception() is not None:
+            why = "its lane has ended" if spawned.cancelled() else spawned.exception()
+            self._hang_up()
+            self._end(HostDied(f"the process of {self._name} could not be started: {why}"))
+            return
+        self._watch()
+        self._loop.add_reader(self._sock.fileno(), self._receive)
+        self.send(frame(order))
 
     def _spawn(self) -> None:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         fds = (self._theirs.fileno(), self._memory)
-        command = [sys.executable, *flags, "-c", _BOOT.format(path=list(map(str, sys.path))), *map(str, fds)]
+        numbers = map(str, (*fds, os.getpid()))
+        command = [sys.executable, *flags, "-c", _BOOT.format(path=list(map(str, sys.path))), *numbers]
         try:
             self._process = subprocess.Popen(
                 command, pass_fds=fds, stdin=subprocess.DEVNULL, env={**os.environ, **_ONE_THREAD}
@@ -154,10 +167,7 @@ class Link:
             return
         code = exited.result()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        error = HostDied(f"the process of {self._name} ended by itself: {how}")
-        if not self.ready.done():
-            self.ready.set_exception(error)
-        self._end(error)
+        self._end(HostDied(f"the process of {self._name} ended by itself: {how}"))
 
     def _receive(self) -> bool:
         try:
@@ -228,6 +238,12 @@ def make_order(specs: Sequence[EnvSpec], max_chunk: int) -> child.Order:
 def unpicklable(what: str, error: BaseException) -> str:
     """Return the message for something that cannot be sent to a process."""
     return f'{what} cannot be sent to a process ({error}): define it at the top of a module, or pass host="thread"'
+
+
+def heed(future: asyncio.Future[Any]) -> None:
+    """Look at what became of a future that perhaps nobody awaits, so that nobody complains."""
+    if not future.cancelled():
+        future.exception()
 
 
 def complete(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

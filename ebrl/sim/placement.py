@@ -8,7 +8,8 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Machine
 from ebrl.core.records import EnvSpec, Host
-from ebrl.sim.hosts import ProcessHost, SimHost, ThreadHost
+from ebrl.sim.hosts import SimHost, ThreadHost
+from ebrl.sim.process import ProcessHost
 from ebrl.sim.times import SAMPLE_EVERY
 
 MAX_THREADS = 256
@@ -45,4 +46,7 @@ def make_hosts(
     if not machine.real:
         raise ConfigError("a virtual machine has no processes: use EnvGroup(host='thread') there")
     num = min(len(specs), lanes or machine.num_cores)
-    return [ProcessHost(specs[i::num], machine, pool, f"{name}-process-{i}") for i in range(num)]
+    hosts: list[SimHost] = [ProcessHost(specs[i::num], machine, pool, f"{name}-process-{i}") for i in range(num)]
+    for env in range(len(specs)):
+        hosts[env % num].slots[env // num].env = env
+    return hosts

@@ -106,6 +106,12 @@ class Plan:
             return episode, episode_seed(self._train_seed, env // self._group_size, episode)
         return self._queues[self._task_of[env]].popleft()
 
+    def give_back(self, env: int, episode: tuple[int, int]) -> None:
+        """An episode that `next` gave to `env` came to nothing: of a list somebody runs it again, of others nobody."""
+        if self._train_seed is None and episode[0] in self._positions:
+            self._queues[self._task_of[env]].appendleft(episode)
+            self._release()
+
     def wants(self, position: int) -> bool:
         """Whether an episode that was given out is still to be run."""
         return self._train_seed is not None or position in self._positions

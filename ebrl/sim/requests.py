@@ -20,9 +20,10 @@ class ActRequest:
         index: See `ebrl.core.protocols.Request`.
         answered_s: See `ebrl.core.protocols.Request`.
         memory: See there.
+        refusal: What the actor failed with: no fault of the simulator.
     """
 
-    __slots__ = ("answered_s", "context", "future", "index", "memory", "noise", "obs")
+    __slots__ = ("answered_s", "context", "future", "index", "memory", "noise", "obs", "refusal")
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class ActRequest:
     ) -> None:
         self.answered_s = answered_s
         self.memory = memory
+        self.refusal: BaseException | None = None
         self.context = context
         self.noise = noise
         self.index = index
@@ -53,6 +55,7 @@ class ActRequest:
 
     def fail(self, error: BaseException) -> None:
         """Raise in the program."""
+        self.refusal = error
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -76,8 +79,10 @@ class ActStepRequest(ActRequest):
     def __init__(self, context: EnvContext, noise: NoiseStream) -> None:
         self.answered_s = 0.0
         self.memory = None
+        self.refusal = None
         self.context = context
         self.noise = noise
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.out: ActionOut
 
     def deliver(self, out: ActionOut) -> None:

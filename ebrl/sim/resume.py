@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy as np
 from ebrl.core.errors import ConfigError, SimulatorError
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation, StepResult
 from ebrl.core.saved import Others, SavedEnv, SavedEpisode, SavedExperience
+from ebrl.sim.recovery import blame_reset
 from ebrl.sim.requests import Other, noise_of
 
 if TYPE_CHECKING:
@@ -240,8 +242,12 @@ async def run_again(env: EnvContext, obs: Observation) -> Observation:
     assert env.resumed.running is not None
     for action in env.resumed.running.actions:
         future: asyncio.Future[StepResult] = env._loop.create_future()
-        env.slot.step(future, action)
-        obs = (await future).obs
+        try:
+            env.slot.step(future, action)
+            obs = (await future).obs
+        except BaseException as error:
+            blame_reset(env, error, future, partial(np.asarray, action))
+            raise
     return obs
 
 

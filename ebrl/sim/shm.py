@@ -5,7 +5,8 @@ no tracker has to be told. Who may touch a row: the parent, until it sends the r
 sends it back.
 
 On the socket: two-byte row numbers, both ways. A number is followed by a frame (eight bytes of length, then a pickle)
-where the row's `op` is `CALL`, or on the way back its `status` is `FRAME`; and always after `CONTROL`.
+where the row's `op` is `CALL`, or on the way back its `status` is `FRAME`; and always after `CONTROL`, with which the
+parent says what there is to do, and the child that it can begin.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation
 RESET: Final = 0
 STEP: Final = 1
 CALL: Final = 2
+BUILD: Final = 3
+CLOSE: Final = 4
 
 PLAIN: Final = 0  # status: everything is in the row
 FRAME: Final = 1  # status: a frame follows, with an error or the result of a call
@@ -72,6 +75,7 @@ class Rows:
         truncated: ``[k]``
         busy_s: ``[1]`` seconds the child has worked.
         call_s: ``[k]`` seconds of the last reset or step.
+        running: ``[1]`` number of the row that the child works at, from 1; 0: none.
         rewards: ``[k * reward_stride]``
         infos: ``[k * num_infos]``, NaN where there is none.
         actions: k arrays ``[max_chunk, *action.shape]``.
@@ -96,7 +100,7 @@ class Rows:
         forms: list[tuple[tuple[int, ...], Any]] = [
             ((count,), np.uint8), ((count,), np.uint8), ((count,), np.int64), ((count,), np.int32),
             ((count,), np.int32), ((count,), np.uint8), ((count,), np.uint8), ((1,), np.float64),
-            ((count,), np.float64), ((count * self.reward_stride,), np.float64),
+            ((count,), np.float64), ((1,), np.int32), ((count * self.reward_stride,), np.float64),
             ((count * self.num_infos,), np.float64),
             ((count, max_chunk, *spec.action.shape), np.dtype(spec.action.dtype)),
             *(((count, *part.shape), np.dtype(part.dtype)) for part in parts.values()),
@@ -107,18 +111,20 @@ class Rows:
         memory = mmap.mmap(fd, self.size)
         self.busy_s: Any
         self.call_s: Any
+        self.running: Any
         self.rewards: Any
         self.infos: Any
         arrays: list[Array] = [
             np.ndarray(shape, dtype, memory, offset) for (shape, dtype), offset in zip(forms, offsets, strict=True)
         ]
         (self.op, self.status, self.seed, self.num_actions, self.num_steps, self.terminated, self.truncated,
-         self.busy_s, self.call_s, self.rewards, self.infos) = (array.data for array in arrays[:11])  # fmt: skip
-        self.actions: list[Array] = [arrays[11][row, ...] for row in range(count)]
+         self.busy_s, self.call_s, self.running, self.rewards, self.infos) = (
+            array.data for array in arrays[:12])  # fmt: skip
+        self.actions: list[Array] = [arrays[12][row, ...] for row in range(count)]
         self.obs: list[Observation] = (
-            [arrays[12][row, ...] for row in range(count)]
+            [arrays[13][row, ...] for row in range(count)]
             if isinstance(observed, ArraySpec)
-            else [{key: array[row, ...] for key, array in zip(parts, arrays[12:], strict=True)} for row in range(count)]
+            else [{key: array[row, ...] for key, array in zip(parts, arrays[13:], strict=True)} for row in range(count)]
         )
 
 

@@ -14,16 +14,61 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import numpy as np
 
-from ebrl.core.errors import InvalidData, SimulatorError
+from ebrl.core.errors import InvalidAction, InvalidData, SimulatorError
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation, StepResult
 
-construction_lock: Final = threading.RLock()
+
+class Turns:
+    """A reentrant lock that can be taken away from a thread which hangs, so that it holds up nobody for ever."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._depth = 0
+        self._waiting: set[int] = set()
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            self._waiting.add(me)
+            try:
+                self._changed.wait_for(lambda: self._owner in (None, me))
+            finally:
+                self._waiting.remove(me)
+            self._owner = me
+            self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            if self._owner == threading.get_ident():
+                self._depth -= 1
+                if not self._depth:
+                    self._free()
+
+    def is_awaited_by(self, thread: int | None) -> bool:
+        """Whether a thread waits for its turn."""
+        return thread in self._waiting
+
+    def take_from(self, thread: int | None) -> None:
+        """Let the next one have its turn if it is that thread's, which does not end it."""
+        with self._changed:
+            if thread is not None and self._owner == thread:
+                self._free()
+
+    def _free(self) -> None:
+        self._owner, self._depth = None, 0
+        self._changed.notify_all()
+
+
+construction_lock: Final = Turns()
 """Held while a simulator is imported and built.
 
 Meta-World swaps numpy's global generator while building: four builders at once gave 0 of 12 reproducible runs, and
 16 of 16 under this lock. Reentrant, since a user's factory may itself ask for a spec.
 """
 
+SUCCESS: Final = ("success", "is_success")
+"""Where `info` says whether an episode is one."""
 SCALARS: Final = (float, int, np.floating, np.integer, np.bool_)
 _FOREVER: Final = 1 << 62
 _finite: Final = np.isfinite
@@ -60,7 +105,7 @@ class ArrayReader:
             value = self._accept(value)
         array: Array = value.copy() if value.dtype is self._dtype else value.astype(self._dtype)
         if self._float and b"\0" in _finite(array).tobytes():  # a third of the time of .all()
-            refuse_not_finite(self._name, array)
+            raise InvalidData(not_finite(self._name, array))
         return array
 
     def _accept(self, value: Any) -> Array:
@@ -91,7 +136,7 @@ class ActionReader:
         """Return ``[H, *action.shape]`` in the spec's dtype, without a copy where none is needed.
 
         Raises:
-            InvalidData: Other shape, no action at all, or a dtype that does not fit.
+            InvalidAction: Other shape, no action at all, or a dtype that does not fit.
         """
         if type(actions) is _ndarray and actions.dtype is self._dtype:
             shape = actions.shape
@@ -103,14 +148,14 @@ class ActionReader:
         """Look at the numbers.
 
         Raises:
-            InvalidData: NaN or infinity, or a value outside a discrete space.
+            InvalidAction: NaN or infinity, or a value outside a discrete space.
         """
         num_values = self._num_values
         if num_values is not None:
             if chunk.min() < 0 or chunk.max() >= num_values:
-                raise InvalidData(f"action: expected integers from 0 to {num_values - 1}, got {chunk.tolist()}")
+                raise InvalidAction(f"action: expected integers from 0 to {num_values - 1}, got {chunk.tolist()}")
         elif b"\0" in _finite(chunk).tobytes():
-            refuse_not_finite("action", chunk)
+            raise InvalidAction(not_finite("action", chunk))
 
     def _accept(self, actions: Any) -> Array:
         array = np.asarray(actions)
@@ -119,7 +164,7 @@ class ActionReader:
         fits = array.ndim == self._ndim and array.shape[1:] == self._shape and array.shape[0] > 0
         if not fits or not np.can_cast(array.dtype, self._dtype, "same_kind"):
             one, many = describe(self._dtype, self._shape), ", ".join(["H", *map(str, self._shape)])
-            raise InvalidData(f"action: expected {one}, or a chunk of shape ({many}), got {_found(actions)}")
+            raise InvalidAction(f"action: expected {one}, or a chunk of shape ({many}), got {_found(actions)}")
         return array.astype(self._dtype, copy=False)
 
 
@@ -128,16 +173,12 @@ def describe(dtype: Any, shape: tuple[int, ...]) -> str:
     return f"{dtype} of shape {shape}"
 
 
-def refuse_not_finite(name: str, array: Array) -> NoReturn:
-    """Say where NaN or infinity is.
-
-    Raises:
-        InvalidData: Always; says which, how many, and where the first is.
-    """
+def not_finite(name: str, array: Array) -> str:
+    """Return words for where NaN or infinity is: which, how many, and where the first is."""
     bad = np.argwhere(~np.isfinite(array))
     first = tuple(int(i) for i in bad[0])
     word = "NaN" if np.isnan(array[first]) else "infinity"
-    raise InvalidData(f"{name}: expected finite numbers, got {word} at {first} ({len(bad)} of {array.size})")
+    return f"{name}: expected finite numbers, got {word} at {first} ({len(bad)} of {array.size})"
 
 
 def _found(value: Any) -> str:
@@ -180,6 +221,28 @@ def as_reward(reward: Any) -> float:
     if not isfinite(value):
         raise InvalidData(f"reward: expected a finite number, got {value}")
     return value
+
+
+def as_flag(name: str, flag: Any) -> bool | None:
+    """Return a flag as a Python bool.
+
+    Args:
+        name: For the message.
+        flag: A bool, a number that counts as true where it is not 0, an array of one of them, or None.
+
+    Returns:
+        None: it says nothing; so does NaN.
+
+    Raises:
+        InvalidData: It is not one flag.
+    """
+    if type(flag) is bool or flag is None:
+        return flag
+    array = np.asarray(flag)
+    if array.size != 1 or array.dtype.kind not in "fiub":
+        raise InvalidData(f"info[{name!r}]: expected one flag, got {_found(flag)}")
+    value = array.reshape(()).item()
+    return None if value != value else bool(value)
 
 
 class Simulator:
@@ -234,7 +297,8 @@ class Simulator:
             Exactly one of `terminated` and `truncated` is set at the end of an episode; termination wins.
 
         Raises:
-            InvalidData: Actions, observation or reward contradict the spec.
+            InvalidAction: Actions contradict the spec.
+            InvalidData: Observation, reward or success contradict it.
             SimulatorError: No episode is running, or the simulator broke its interface.
         """
         if not self._running:
@@ -297,7 +361,27 @@ class Simulator:
     def _info(self, info: Any) -> dict[str, Any]:
         if not isinstance(info, dict):
             raise SimulatorError(f"info: expected a dictionary, got {_found(info)}")
-        return info.copy()
+        copied = info.copy()
+        for name in SUCCESS:
+            if name in copied:
+                copied[name] = as_flag(name, copied[name])
+        return copied
+
+
+class Missing:
+    """Stands in for a simulator that is not there: every call raises."""
+
+    def __init__(self, error: SimulatorError) -> None:
+        self._error = error
+
+    def step(self, *args: Any) -> NoReturn:
+        """Raise, as the others do: an exception of its own each time, since tracebacks belong to one raise."""
+        raise type(self._error)(*self._error.args)
+
+    reset = call = step
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 def _shape_of(result: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ebrl.core.meters import Latencies
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.records import Array, Observation, StepResult
-from ebrl.sim.simulator import Simulator
+from ebrl.sim.simulator import Missing, Simulator
 
 SAMPLE_EVERY: Final = 17
 """Of the steps in a thread host, one in so many is timed. No divisor of usual numbers of simulators or lengths of
@@ -53,7 +53,7 @@ class CallTimes:
             self._all_s, self._cpu_s = _OLD * self._all_s + all_s, _OLD * self._cpu_s + cpu_s
         return min(1.0, self._cpu_s / self._all_s) if self._all_s else 1.0
 
-    def step(self, simulator: Simulator, actions: Array, finite: bool) -> StepResult:
+    def step(self, simulator: Simulator | Missing, actions: Array, finite: bool) -> StepResult:
         """Step a simulator, and note the time of one step of the chunk; called on its lane."""
         began_s, began_cpu_s = perf_counter(), thread_time()
         result = simulator.step(actions, finite)
@@ -62,7 +62,7 @@ class CallTimes:
         self.parts.append((took_s, thread_time() - began_cpu_s))
         return result
 
-    def reset(self, simulator: Simulator, seed: int) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, simulator: Simulator | Missing, seed: int) -> tuple[Observation, dict[str, Any]]:
         """Reset a simulator, and note the time; called on its lane."""
         began_s = perf_counter()
         result = simulator.reset(seed)

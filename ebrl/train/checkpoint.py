@@ -15,6 +15,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -109,7 +110,8 @@ class Checkpointer:
         """Write a checkpoint; it is on the disk when this returns.
 
         Rollouts go on, within their credit. Call it in the body of ``async for report in trainer``: the next update
-        begins after it.
+        begins after it. A run that was saved once is saved once more before it ends because simulators have failed too
+        often (`ebrl.FailurePolicy`).
 
         Returns:
             Its folder.
@@ -121,7 +123,13 @@ class Checkpointer:
                 removed is no error, and logged once.
         """
         snapshot = await trainer.snapshot()
-        return await self._lane_of(trainer).run(self._write, snapshot)
+        path = await self._lane_of(trainer).run(self._write, snapshot)
+        trainer.runtime.before_failing[trainer.name] = partial(self._save_last, trainer)
+        return path
+
+    async def _save_last(self, trainer: Trainer) -> None:
+        await trainer.between_updates()
+        await self.save(trainer)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is whole; None if there are none. Reads files: call it before the run.

@@ -36,6 +36,7 @@ def flatten(report: UpdateReport) -> dict[str, float]:
         **task_scalars("rollout", report),
         **{f"train/{name}": value for name, value in report.metrics.items()},
         **{f"dropped/{reason}": num for reason, num in report.dropped.items()},
+        **{f"faults/{name}": num for name, num in report.faults.items() if num},
     }
 
 

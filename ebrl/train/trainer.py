@@ -73,14 +73,7 @@ class Trainer:
         Raises:
             ConfigError: A number out of range, or another word for `sampling`.
         """
-        if updates < 1:
-            raise ConfigError(f"updates must be at least 1, got {updates}")
-        if max_lag < 0:
-            raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
-        if threads < 1:
-            raise ConfigError(f"Trainer.threads must be at least 1, got {threads}")
-        if sampling not in {None, *get_args(Sampling)}:
-            raise ConfigError(f"sampling must be one of {get_args(Sampling)} or None, got {sampling!r}")
+        _check(updates, max_lag, threads, sampling)
         self.name = name
         self.updates = updates
         self.max_lag = max_lag
@@ -91,7 +84,10 @@ class Trainer:
         self._groups = Groups(envs.group_size, learner.groups) if isinstance(learner, GroupLearner) else None
         self._threads = threads
         self._resume = resume
-        self._updating = False
+        self._idle = asyncio.Event()  # no update runs
+        self._idle.set()
+        self._awaited = False  # somebody waits for that
+        self._half_done = False  # the last update failed or was cancelled
         self._assembler: Assembler | GroupAssembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
         self._lane: Lane | None = None
@@ -114,10 +110,7 @@ class Trainer:
         if runtime.machine.real:
             self._lane.run(torch.set_num_threads, self._threads, n=0)
         if runtime.events is not None:
-            if groups or len(self._tasks) > 1:
-                raise ConfigError("a recorded run has one task and no groups: leave out Runtime(record=...)")
-            if saved is not None:
-                raise ConfigError("a run is recorded from its beginning: leave out Runtime(record=...), or resume=...")
+            _refuse_to_record(several=groups or len(self._tasks) > 1, resumed=saved is not None)
             self._journal = Journal(
                 runtime.events, self._learner, seed=runtime.seed, name=self.name, max_lag=self.max_lag
             )
@@ -181,19 +174,29 @@ class Trainer:
         """Return the run as it is now; between two updates, while rollouts go on.
 
         Raises:
-            ConfigError: An update runs, or the learner is not `ebrl.core.protocols.Stateful`.
+            ConfigError: An update runs, or the last one came to no end, or the learner is not
+                `ebrl.core.protocols.Stateful`.
             Closed: The trainer is not running.
         """
         elapsed_s = self.runtime.clock() - self._began_s
         lane, learner, update = self._lane, stateful(self._learner), self._num_updates
         assert lane is not None
-        if self._updating:
+        if not self._idle.is_set():
             raise ConfigError(f"{self.name} is in an update: save in the body of `async for report in trainer`")
+        if self._half_done:
+            raise ConfigError(f"{self.name} did not end its last update, which failed or was cancelled: do one first")
         saved = self._envs.save()
         saved = replace(saved, taken=self._assembler.segments)
         # Queued in the same turn of the loop: no update comes between.
         state = await lane.run(lambda: copied(learner.state_dict()), n=0)
         return Checkpoint(update, elapsed_s, state, saved)
+
+    async def between_updates(self) -> None:
+        """Wait until no update runs; in the same turn of the loop `snapshot` may be called."""
+        while not self._idle.is_set():
+            self._awaited = True
+            await self._idle.wait()
+        self._awaited = False
 
     async def aclose(self, deadline_s: float) -> None:
         """Wait for a running update, up to the deadline."""
@@ -217,13 +220,14 @@ class Trainer:
         lane, runtime = self._lane, self._runtime
         if lane is None or runtime is None:
             raise Closed(f"{self.name} is not running: iterate over rt.start(trainer) inside its runtime")
-        clock = runtime.clock
-        hungry_s = clock()
+        clock, hungry_s = runtime.clock, runtime.clock()
+        if self._awaited:
+            await asyncio.sleep(0)  # the next update could begin in this very turn of the loop
         batch = await self._next_batch()
         update_s = clock()
         shares = [(segment.env, len(segment.decisions)) for segment in batch.segments]
         num_decisions = sum(num for _, num in shares)
-        self._updating = True
+        self._idle.clear()
         updating = lane.run(self._update, batch, n=num_decisions)
         del batch  # the lane frees its thousands of records, and not the loop
         trained = False
@@ -232,19 +236,20 @@ class Trainer:
             version = await self._envs.actor.weights.publish(self._learner.policy, lane)
             trained = True
         finally:
+            self._half_done = not trained
+            self._idle.set()
             if not trained:  # the update failed or was cancelled: its data are used up, and must be booked
                 _book(self._envs.admission, [Dropped(env, "lost", num) for env, num in shares])
         done_s = clock()
         self._envs.admission.train(shares)
         self._num_updates += 1
         self._num_trained += num_decisions
-        self._updating = False
         self._update_s, self._updated_s = done_s - update_s, done_s
         self._profile.observe(num_decisions, self._update_s)
         if runtime.trace is not None:
             runtime.trace.span(lane.name, "update", update_s, done_s, version=version)
         runtime.boundary()
-        return self._report(lags, metrics, update_s - hungry_s, done_s - update_s, done_s)
+        return _report(self, lags, metrics, update_s - hungry_s, done_s - update_s, done_s)
 
     def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
         if self._sampling == "weighted":
@@ -272,24 +277,23 @@ class Trainer:
                 return batch
             assert dropped, "a batch is finished by the ledger, and not in the assembler"
 
-    def _report(
-        self, lags: NDArray[np.int64], metrics: Mapping[str, float], rollout_s: float, update_s: float, now_s: float
-    ) -> UpdateReport:
-        return UpdateReport(
-            update=self._num_updates,
-            num_decisions=len(lags),
-            env_steps=self._envs.env_steps,
-            elapsed_s=now_s - self._began_s,
-            rollout_s=rollout_s,
-            update_s=update_s,
-            lag_mean=float(lags.mean()),
-            lag_max=int(lags.max()),
-            lag_counts=tuple(np.bincount(lags).tolist()),
-            metrics=metrics,
-            episodes=tuple(self._envs.take_episodes()),
-            dropped=dict(self._envs.admission.ledger().dropped),
-            tasks=self._tasks,
-        )
+
+def _check(updates: int, max_lag: int, threads: int, sampling: Sampling | None) -> None:
+    if updates < 1:
+        raise ConfigError(f"updates must be at least 1, got {updates}")
+    if max_lag < 0:
+        raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
+    if threads < 1:
+        raise ConfigError(f"Trainer.threads must be at least 1, got {threads}")
+    if sampling not in {None, *get_args(Sampling)}:
+        raise ConfigError(f"sampling must be one of {get_args(Sampling)} or None, got {sampling!r}")
+
+
+def _refuse_to_record(*, several: bool, resumed: bool) -> None:
+    if several:
+        raise ConfigError("a recorded run has one task and no groups: leave out Runtime(record=...)")
+    if resumed:
+        raise ConfigError("a run is recorded from its beginning: leave out Runtime(record=...), or resume=...")
 
 
 def _make_assembler(
@@ -302,6 +306,32 @@ def _make_assembler(
     if group_size is not None:
         return GroupAssembler(batch_size, max_lag, group_size)
     return Assembler(batch_size, max_lag, canonical=runtime.deterministic and max_lag == 0)
+
+
+def _report(
+    trainer: Trainer,
+    lags: NDArray[np.int64],
+    metrics: Mapping[str, float],
+    rollout_s: float,
+    update_s: float,
+    now_s: float,
+) -> UpdateReport:
+    return UpdateReport(
+        update=trainer._num_updates,
+        num_decisions=len(lags),
+        env_steps=trainer._envs.env_steps,
+        elapsed_s=now_s - trainer._began_s,
+        rollout_s=rollout_s,
+        update_s=update_s,
+        lag_mean=float(lags.mean()),
+        lag_max=int(lags.max()),
+        lag_counts=tuple(np.bincount(lags).tolist()),
+        metrics=metrics,
+        episodes=tuple(trainer._envs.take_episodes()),
+        dropped=dict(trainer._envs.admission.ledger().dropped),
+        tasks=trainer._tasks,
+        faults=trainer._envs.faults,
+    )
 
 
 def _book(admission: Admission, dropped: list[Dropped]) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from ebrl.core.machine import LocalMachine
 from ebrl.core.records import Array, EnvSpec
 from ebrl.core.scope import finish
-from ebrl.sim.hosts import ProcessHost, SimHost, ThreadHost
+from ebrl.sim.hosts import SimHost, ThreadHost
+from ebrl.sim.process import ProcessHost
 from ebrl.sim.simulator import Simulator
 from ebrl.sim.spec import env_spec
 

@@ -1,0 +1,95 @@
+"""Environments that fail in earnest, for tests with real threads and processes; imported by children, and so light."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ebrl.sim.fake import ScriptedEnv, ScriptedFault
+
+GATE = threading.Event()
+"""What hangs in a thread goes on, and ends, when a test has opened it."""
+
+ROOM = 64 * 2**20
+
+
+class Faulty(ScriptedEnv):
+    """Fails in one place, if it is the first of all with one `token` that comes there.
+
+    Args:
+        token: A file that does not exist.
+        how: ``"raise"``, ``"hang"``, ``"exit"``, ``"crash"`` or ``"memory"``.
+        where: ``"build"``, ``"reset"``, ``"step"`` or ``"close"``.
+    """
+
+    def __init__(self, token: str, how: str, where: str, length: int = 4) -> None:
+        self.token, self.how, self.where = token, how, where
+        self.num_resets = 0
+        self.come("build")
+        super().__init__(3, 2, length=length)
+
+    def reset(self, **options: Any) -> Any:
+        self.num_resets += 1
+        if self.num_resets == 2:  # the first episode is whole
+            self.come("reset")
+        return super().reset(**options)
+
+    def step(self, action: Any) -> Any:
+        if self.num_resets == 2:
+            self.come("step")
+        return super().step(action)
+
+    def close(self) -> None:
+        self.come("close")
+
+    def come(self, where: str) -> None:
+        if where != self.where:
+            return
+        try:
+            os.close(os.open(self.token, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        if self.how == "raise":
+            raise ScriptedFault(f"in {where}")
+        if self.how == "exit":
+            os._exit(3)
+        if self.how == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.how == "memory":
+            exhaust()
+        GATE.wait()
+
+
+def exhaust() -> None:
+    """Ask for more memory than this process may have."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.RLIM_INFINITY))
+    blocks = []
+    while True:
+        blocks.append(bytearray(2**20))
+
+
+class Stuck(ScriptedEnv):
+    """Its first step holds the interpreter lock for ever."""
+
+    def step(self, action: Any) -> Any:
+        os.write(1, b"stuck\n")
+        ctypes.PyDLL(None).sleep(1000)
+        return super().step(action)
+
+
+@contextmanager
+def opened_at_the_end() -> Iterator[None]:
+    """Let threads that hang end with the block."""
+    GATE.clear()
+    try:
+        yield
+    finally:
+        GATE.set()
