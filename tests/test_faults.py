@@ -213,7 +213,7 @@ def test_a_budget_that_is_spent_ends_the_run_and_says_where_and_why() -> None:
 def test_the_budget_of_all_is_shared() -> None:
     fleet = Fleet({2: "raise"}, {3: "raise"})
     error = spent(fleet, policy=FailurePolicy(per_hour=1))
-    assert "environments were restarted 1 times within an hour, which is the budget of all" in error.__notes__[1]
+    assert "envs were restarted 1 times within an hour, which is the budget of all" in error.__notes__[1]
 
 
 def test_a_hang_that_is_too_much_names_its_phase() -> None:
@@ -271,7 +271,7 @@ def test_one_that_is_dropped_ends_and_the_others_go_on(caplog: pytest.LogCapture
 def test_the_last_one_is_an_error() -> None:
     error = spent(Fleet({2: "raise"}, {4: "raise"}), policy=FailurePolicy("drop"))
     assert isinstance(error, ScriptedFault)
-    assert error.__notes__[1] == "env 1 was the last environment that had not failed"
+    assert error.__notes__[1] == "env 1 was the last one that had not failed"
 
 
 @pytest.mark.parametrize("options", [{"sampling": "quota"}, {"deterministic": True, "max_lag": 0}])

@@ -27,6 +27,7 @@ from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.batcher import Batcher
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
+from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.fake import ScriptedEnv, ScriptedFault
 from ebrl.sim.group import EnvGroup
 from ebrl.sim.programs import rollout
@@ -377,7 +378,7 @@ async def idle(env: VectorContext) -> None:
         (masked_wrongly, r"expected a mask of 4 bools, one of them True at least, got array\(\[ True, False\]\)"),
         (unpaid, r"reward\(\) without an executed decision"),
         (at_once, r"act\(\) while act\(\) of the same simulator is running"),
-        (idle, "the program returned without a single call of its simulator"),
+        (idle, "the program returned without a single call of its environment"),
     ],
 )
 def test_rules_of_programs(program: Any, message: str) -> None:
@@ -417,12 +418,14 @@ def test_a_recorded_run_is_refused(tmp_path: Any) -> None:
 
 def test_an_error_says_where_it_was() -> None:
     async def main() -> None:
-        async with vector_training(batched_spec(2, length=50, faults={7: "raise"}), num_groups=1) as s:
+        spec, failures = batched_spec(2, length=50, faults={7: "raise"}), FailurePolicy("raise")
+        async with vector_training(spec, num_groups=1, failures=failures) as s:
             await s.run()
 
     error = the_failure(main())
     assert isinstance(error, ScriptedFault)
-    assert error.__notes__ == ["simulator 0 with envs 0 to 1 version 0 lane envs-0"]
+    (note,) = error.__notes__
+    assert note.startswith("simulator 0 with envs 0 to 1 version 0 lane envs-0 last action [[[")
 
 
 class Blinded(ScriptedPolicy):
@@ -447,7 +450,7 @@ def test_the_slot_that_got_no_answer_is_named() -> None:
         raise the_failure(main())
 
 
-def test_a_program_may_go_on_after_an_error_with_a_reset() -> None:
+def test_a_program_may_catch_an_error_and_go_on_with_a_reset() -> None:
     async def stubborn(env: VectorContext) -> None:
         obs, _ = await env.reset()
         while True:
@@ -459,8 +462,8 @@ def test_a_program_may_go_on_after_an_error_with_a_reset() -> None:
                 assert env.needs_reset.all()
 
     async def main() -> None:
-        spec = batched_spec(2, length=6, faults={3: "raise", 15: "raise"})
-        async with vector_training(spec, program=stubborn, num_groups=1, updates=6) as s:
+        spec, failures = batched_spec(2, length=6, faults={15: "raise"}), FailurePolicy(per_env=None)
+        async with vector_training(spec, program=stubborn, num_groups=1, updates=6, failures=failures) as s:
             await s.run()
             assert s.envs.admission.ledger().dropped["lost"] % 2 == 0
             assert s.envs.admission.ledger().dropped["lost"] >= 4

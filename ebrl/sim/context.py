@@ -59,6 +59,7 @@ class EnvContext:
         self.reported = -1  # episode that was counted before the resume, and ends again
         self.running: asyncio.Task[None] | None = None  # its program, again and again
         self.raised: Fault | None = None  # by its simulator, last
+        self.recovery = group.recovery
         self.fault: Fault | None = None  # because of which the simulator is to be built anew
         self._key = key
         self._group, self._actor = group, group.actor
@@ -270,7 +271,7 @@ class EnvContext:
         future: asyncio.Future[T] = self._loop.create_future()
         try:
             if not self.slot.built:
-                await self._group.recovery.make_ready(self)
+                await self.recovery.make_ready(self)
             self.slot.call(future, fn)
             return await future
         except BaseException as error:
@@ -331,7 +332,7 @@ async def _next_episode(env: EnvContext) -> tuple[int, int]:
 
 async def _reset_simulator(env: EnvContext) -> tuple[Observation, dict[str, Any]]:
     if env.fault is not None or not env.slot.built:
-        await env._group.recovery.make_ready(env)
+        await env.recovery.make_ready(env)
     assigned = env.meter.assigned
     if assigned is None or not env._group.plan.wants(assigned[0]):
         assigned = env.meter.assigned = await _next_episode(env)
@@ -412,7 +413,7 @@ def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
     if result.terminated or result.truncated:
         if decision is not None:
             decision.terminated, decision.truncated = result.terminated, result.truncated
-        env._group.recovery.went_well(env.index)
+        env.recovery.went_well(env.index)
         _end_episode(env, "the episode has ended")
     if env.recorder.log is not None:
         env.recorder.log.step(action)

@@ -37,7 +37,8 @@ class FailurePolicy:
             given up up to a quarter later. None: for ever.
         reset_s: Seconds that a reset may take.
         call_s: Seconds that a step (of a whole chunk) or `EnvContext.call` may take.
-        per_env: Restarts of one environment within an hour; with one more the run saves and ends. None: any number.
+        per_env: Restarts of one environment, or of one batched simulator, within an hour; with one more the run saves
+            and ends. None: any number.
         per_hour: Likewise of all environments of the group.
         backoff_s: Seconds before the second restart in a row, which double with each further one; the first is at
             once. A whole episode ends a row.
@@ -115,13 +116,15 @@ class Failures:
         'env 0 was restarted 2 times within an hour, which is its budget: see FailurePolicy.per_env'
     """
 
-    def __init__(self, policy: FailurePolicy, tasks: list[str]) -> None:
+    def __init__(self, policy: FailurePolicy, tasks: list[str], what: str = "env") -> None:
         """Begin.
 
         Args:
             policy: Whose.
-            tasks: Of each environment.
+            tasks: Of each environment, or of each batched simulator.
+            what: They are called in messages.
         """
+        self._what = what
         self._policy = policy
         self.tasks = tasks
         self._row = [0] * len(tasks)  # restarts without a whole episode after them
@@ -146,8 +149,8 @@ class Failures:
         if policy.action == "drop":
             return self._drop(env)
         budgets = (
-            (self._of_env[env], policy.per_env, f"env {env} was", "its budget", "per_env"),
-            (self._of_all, policy.per_hour, "environments were", "the budget of all", "per_hour"),
+            (self._of_env[env], policy.per_env, f"{self._what} {env} was", "its budget", "per_env"),
+            (self._of_all, policy.per_hour, f"{self._what}s were", "the budget of all", "per_hour"),
         )
         for times_s, budget, who, whose, name in budgets:
             while times_s and times_s[0] <= now_s - HOUR_S:
@@ -172,5 +175,18 @@ class Failures:
         task = self.tasks[env]
         if all(i in self.dropped for i, other in enumerate(self.tasks) if other == task):
             whose = f" of task {task!r}" if task else ""
-            return Stop(f"env {env} was the last environment{whose} that had not failed")
+            return Stop(f"{self._what} {env} was the last one{whose} that had not failed")
         return Drop()
+
+
+def refuse_drop(policy: FailurePolicy, name: str, *, all_needed: bool) -> None:
+    """Check that environments of a group may be dropped.
+
+    Raises:
+        ConfigError: They are to be, and the data need all of them.
+    """
+    if all_needed and policy.action == "drop":
+        raise ConfigError(
+            f'{name}: FailurePolicy("drop") does not go with sampling="quota", deterministic mode or groups: all '
+            'environments are needed there; use "restart" or "raise"'
+        )

@@ -6,11 +6,10 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from inspect import isawaitable
 from typing import Literal, TypeAlias
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError, ProgramError
+from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.leases import Lease
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
@@ -22,12 +21,13 @@ from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
 from ebrl.sim.cohorts import Cohorts
 from ebrl.sim.context import EnvContext
-from ebrl.sim.failures import FailurePolicy
+from ebrl.sim.failures import FailurePolicy, refuse_drop
 from ebrl.sim.hosts import SimHost
+from ebrl.sim.life import live
 from ebrl.sim.placement import make_hosts
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import rollout
-from ebrl.sim.recorder import Recorder
+from ebrl.sim.recorder import Recorder, cut_stale
 from ebrl.sim.recovery import Recovery
 from ebrl.sim.resume import Past, resume_group, save_group
 from ebrl.sim.tasks import as_specs, check_even, check_groups, common_host, spread
@@ -167,7 +167,7 @@ class EnvGroup:
                 context = EnvContext(self, index, slots[index // len(self._hosts)], recorder)
                 self._contexts.append(context)
                 self._past.give(context)
-                context.running = scope.start(_live(self._program, context), f"{self.name}-{index}")
+                context.running = scope.start(live(self._program, context), f"{self.name}-{index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
 
     def statistics(self) -> Mapping[str, float]:
@@ -247,7 +247,7 @@ class EnvGroup:
                 cut nothing. Of groups nothing is cut.
         """
         if stale is not None and self.cohorts is None:
-            _cut(self, stale)
+            cut_stale(self._recorders, self.admission, stale)
         segments, self._segments = self._segments, []
         return segments
 
@@ -293,45 +293,13 @@ class EnvGroup:
         self._segments.append(segment)
 
 
-async def _live(program: EnvProgram, env: EnvContext) -> None:
-    recovery = env._group.recovery
-    while True:
-        before = env.num_calls
-        try:
-            running: object = program(env)
-            if not isawaitable(running):
-                raise ProgramError(
-                    f"the program returned {type(running).__name__} and no coroutine: define it with `async def`"
-                )
-            await running
-            env.finish_episode()
-            if env.num_calls == before:
-                raise ProgramError(
-                    "the program returned without a single call of its environment: it would be called again "
-                    "for ever; await env.reset() in it"
-                )
-        except asyncio.CancelledError:
-            if env.index in recovery.dropped:
-                return
-            raise
-        except Exception as error:
-            if not recovery.takes(env, error):
-                _note(error, recovery.place(env, error))
-                raise
-            env.finish_episode()
-
-
 def _open_admission(
     group: EnvGroup, batch_size: int, max_lag: int, *, quota: bool, groups: bool, saved: SavedExperience | None
 ) -> None:
     runtime = group._runtime
     assert runtime is not None
     exact = runtime.deterministic and max_lag == 0
-    if group.recovery.policy.action == "drop" and (quota or exact or groups):
-        raise ConfigError(
-            f'{group.name}: FailurePolicy("drop") does not go with sampling="quota", deterministic mode or groups: all '
-            'environments are needed there; use "restart" or "raise"'
-        )
+    refuse_drop(group.recovery.policy, group.name, all_needed=quota or exact or groups)
     if quota:
         check_even(group.tasks)
     if groups:
@@ -352,14 +320,6 @@ def _open_admission(
     if runtime.events is not None:
         facts = {"specs": [spec.id for spec in group.specs[:1]], "count": group.count, "actor": group.actor.name}
         runtime.events.describe("groups", group.name, **facts)
-
-
-def _cut(group: EnvGroup, stale: int) -> None:
-    started = [recorder for recorder in group._recorders if recorder.oldest_version is not None]
-    for recorder in sorted(started, key=lambda recorder: recorder.oldest_version or 0):
-        if (recorder.oldest_version or 0) > stale and group.admission.missing <= 0:
-            break
-        recorder.cut("taken")
 
 
 def _reading(group: EnvGroup) -> SimReading:
@@ -418,12 +378,3 @@ async def _take_memory(runtime: Runtime, specs: Sequence[EnvSpec], name: str) ->
             f"{name}: {len(specs)} simulators of {sizes} MiB do not fit into {pool.units} MiB: use a smaller count"
         )
     return await pool.acquire(wanted, name)
-
-
-def _note(error: BaseException, where: str) -> None:
-    """Say on every error where it happened, also on those that a TaskGroup of the program has gathered."""
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            _note(part, where)
-    else:
-        error.add_note(where)

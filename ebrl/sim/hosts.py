@@ -235,7 +235,14 @@ class ThreadSlot:
         self.built = False
 
 
-def close_failed(simulator: Simulator | Missing) -> None:
+class Closable(Protocol):
+    """A simulator of any kind."""
+
+    def close(self) -> None:
+        """End."""
+
+
+def close_failed(simulator: Closable) -> None:
     """Close a simulator that is not used any more, or that failed: an error in that is no news."""
     try:
         simulator.close()

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from ebrl.core.records import Array
 from ebrl.core.runtime import Runtime
 from ebrl.core.scope import Scope
 from ebrl.sim.failures import Drop, FailurePolicy, Failures, Restart, Stop
-from ebrl.sim.hosts import Running, SimHost
+from ebrl.sim.hosts import Running
 
 if TYPE_CHECKING:
     from ebrl.sim.context import EnvContext
@@ -37,6 +37,66 @@ logger = logging.getLogger("ebrl")
 LOOKS: Final = 8  # within the shortest deadline
 SLOWEST_S: Final = 5.0  # between two looks
 TOLD: Final = 10  # restarts of a group that are told one by one; later ones at powers of two
+
+
+class Rebuilt(Protocol):
+    """Where a simulator runs, or several that fail together.
+
+    Attributes:
+        built: Whether there is a simulator.
+        innocent: It was lost because of another one that shares its thread or process.
+    """
+
+    built: bool
+    innocent: bool
+
+    def build(self) -> asyncio.Future[None]:
+        """Make the simulator, after closing the one before, behind whatever runs."""
+
+    def retire(self) -> None:
+        """Close the simulator for good."""
+
+
+class Watched(Protocol):
+    """Some simulators whose calls may hang; see `ebrl.sim.hosts.SimHost`."""
+
+    @property
+    def num_leaked(self) -> int:
+        """Threads that were given up so far."""
+
+    def start(self) -> None:
+        """Begin; nothing is built yet."""
+
+    def running(self) -> list[Running]:
+        """What they do now, call by call."""
+
+    def give_up(self, running: Running, error: SimulatorError) -> None:
+        """End a call that does not end by itself."""
+
+
+class Failing(Protocol):
+    """Whoever drives what may fail: an environment, or a batched simulator.
+
+    Attributes:
+        index: In its group.
+        running: Its program, again and again.
+        raised: What its simulator has raised last.
+        fault: Because of what the simulator is to be built anew.
+        recovery: Of the group.
+    """
+
+    index: int
+    running: asyncio.Task[None] | None
+    raised: Fault | None
+    fault: Fault | None
+    recovery: Recovery
+
+    @property
+    def slot(self) -> Rebuilt:
+        """Where its simulator runs."""
+
+    def where(self) -> str:
+        """Return a line that names it and what it does, for messages."""
 
 
 @dataclass(slots=True)
@@ -64,7 +124,7 @@ def is_fault(error: BaseException) -> bool:
 
 
 def blame(
-    env: EnvContext, error: BaseException, future: asyncio.Future[Any], told: Callable[[], Array | None] = lambda: None
+    env: Failing, error: BaseException, future: asyncio.Future[Any], told: Callable[[], Array | None] = lambda: None
 ) -> bool:
     """A call of `env` has raised: note it where it was its simulator.
 
@@ -83,7 +143,7 @@ def blame(
     text = "none" if action is None else np.array2string(np.asarray(action), precision=4, threshold=16, separator=", ")
     where = f"{env.where()} last action {' '.join(text.split())}"
     env.raised = Fault(error, where, env.slot.innocent and not env.slot.built)
-    return env._group.recovery.policy.action != "raise"
+    return env.recovery.policy.action != "raise"
 
 
 def blame_reset(
@@ -108,24 +168,26 @@ def blame_reset(
 class Recovery:
     """The failure handling of one group."""
 
-    def __init__(self, policy: FailurePolicy, tasks: Sequence[str]) -> None:
+    def __init__(self, policy: FailurePolicy, tasks: Sequence[str], what: str = "env") -> None:
         """Describe it.
 
         Args:
             policy: Of the group.
             tasks: Of each environment.
+            what: They are called in messages.
         """
+        self._what = what
         self.policy = policy
         self._name = ""
-        self._failures = Failures(policy, list(tasks))
+        self._failures = Failures(policy, list(tasks), what)
         self._building: dict[int, asyncio.Future[None]] = {}
-        self._hosts: Sequence[SimHost] = ()
+        self._hosts: Sequence[Watched] = ()
         self._runtime: Runtime
         self._scope: Scope
         self._watch: Watch | None = None
         self._stopping = False
 
-    def begin(self, name: str, runtime: Runtime, scope: Scope, hosts: Sequence[SimHost]) -> None:
+    def begin(self, name: str, runtime: Runtime, scope: Scope, hosts: Sequence[Watched]) -> None:
         """The group serves.
 
         Args:
@@ -164,7 +226,7 @@ class Recovery:
         """An episode has ended as it should."""
         self._failures.went_well(env)
 
-    def takes(self, env: EnvContext, error: BaseException) -> bool:
+    def takes(self, env: Failing, error: BaseException) -> bool:
         """Whether the program of `env` ended with a failure of its simulator and with nothing else."""
         fault = env.raised
         if self.policy.action == "raise" or fault is None or not _consists_of(error, fault.error):
@@ -172,12 +234,12 @@ class Recovery:
         env.fault = fault
         return True
 
-    def place(self, env: EnvContext, error: BaseException) -> str:
+    def place(self, env: Failing, error: BaseException) -> str:
         """Return where an error happened that ends the run."""
         fault = env.raised
         return env.where() if fault is None or not _consists_of(error, fault.error) else fault.where
 
-    async def make_ready(self, env: EnvContext) -> None:
+    async def make_ready(self, env: Failing) -> None:
         """Wait until an environment has a simulator that works, and build one as often as the policy allows.
 
         May be cancelled and asked for again: nothing is decided or built twice.
@@ -200,12 +262,12 @@ class Recovery:
             if error is not None and (not is_fault(error) or self.policy.action == "raise"):
                 raise error
 
-    def _build(self, env: EnvContext) -> asyncio.Future[None]:
+    def _build(self, env: Failing) -> asyncio.Future[None]:
         self._building[env.index] = building = env.slot.build()
         building.add_done_callback(partial(self._was_built, env))
         return building
 
-    def _was_built(self, env: EnvContext, building: asyncio.Future[None]) -> None:
+    def _was_built(self, env: Failing, building: asyncio.Future[None]) -> None:
         """Note what came of building, also where whoever asked for it was cancelled meanwhile."""
         del self._building[env.index]
         if building.cancelled():
@@ -216,7 +278,7 @@ class Recovery:
         elif blame(env, error, building):
             env.fault = env.raised
 
-    async def _wait(self, env: EnvContext, fault: Fault) -> None:
+    async def _wait(self, env: Failing, fault: Fault) -> None:
         loop = asyncio.get_running_loop()
         if fault.until_s is None:
             verdict = self._failures.decide(env.index, loop.time(), charged=not fault.innocent)
@@ -243,10 +305,10 @@ class Recovery:
             self._name, num, after_s, "lost with another one: " if fault.innocent else "", fault.error, fault.where,
         )  # fmt: skip
 
-    def _drop(self, env: EnvContext, fault: Fault) -> None:
+    def _drop(self, env: Failing, fault: Fault) -> None:
         left = len(self._failures.tasks) - len(self.dropped)
         logger.warning(
-            "%s: env %d is dropped, %d go on: %r [%s]", self._name, env.index, left, fault.error, fault.where
+            "%s: %s %d is dropped, %d go on: %r [%s]", self._name, self._what, env.index, left, fault.error, fault.where
         )
         env.slot.retire()
         assert env.running is not None
@@ -275,7 +337,7 @@ class Watch:
     Looks are counted, not seconds: while this whole process stands still nothing hangs.
     """
 
-    def __init__(self, hosts: Sequence[SimHost], policy: FailurePolicy, machine: Machine) -> None:
+    def __init__(self, hosts: Sequence[Watched], policy: FailurePolicy, machine: Machine) -> None:
         """Begin, if there is any deadline.
 
         Args:
@@ -318,7 +380,7 @@ class Watch:
         if self._always or self._seen:
             self._arm()
 
-    def _judge(self, host: SimHost, running: Running, looks: int) -> None:
+    def _judge(self, host: Watched, running: Running, looks: int) -> None:
         deadline_s = self._policy.deadline_s(running.phase)
         if deadline_s is not None and (looks - 1) * self._every_s >= deadline_s:
             host.give_up(running, CallTimeout(f"a {running.phase} has not ended within {deadline_s:g} s"))

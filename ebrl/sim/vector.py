@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError, ProgramError
+from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.leases import Lease
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
@@ -22,10 +22,13 @@ from ebrl.core.saved import SavedExperience
 from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
 from ebrl.sim.cohorts import Cohorts
-from ebrl.sim.group import _note, _take_memory
+from ebrl.sim.failures import FailurePolicy, refuse_drop
+from ebrl.sim.group import _take_memory
+from ebrl.sim.life import live
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import vector_rollout
 from ebrl.sim.recorder import Recorder, cut_stale
+from ebrl.sim.recovery import Recovery
 from ebrl.sim.tasks import as_specs, check_even, check_groups, spread
 from ebrl.sim.vector_context import VectorContext
 from ebrl.sim.vector_host import VectorHost, close_hosts
@@ -61,6 +64,7 @@ class VectorGroup:
         threads: int = 1,
         segment_length: int | None = None,
         observe: Callable[[Observation], Observation] | None = None,
+        failures: FailurePolicy | None = None,
         name: str = "envs",
     ) -> None:
         """Describe a group.
@@ -76,6 +80,8 @@ class VectorGroup:
             threads: Cores that one simulator uses while it steps.
             segment_length: As for `EnvGroup`.
             observe: Applied to every batch of observations ``[M, ...]``; on the loop, so keep it short.
+            failures: What is done about simulators that raise or hang: all slots of one end with it, and budgets are of
+                simulators. Default: ``FailurePolicy()``, they are built again.
             name: Of the service; keys its random streams.
 
         Raises:
@@ -110,6 +116,7 @@ class VectorGroup:
             Recorder(i, each.task, each.action_repeat, length, self.hand_over) for i, each in enumerate(self.specs)
         ]
         self.contexts: list[VectorContext] = []
+        self.recovery = Recovery(failures or FailurePolicy(), self.tasks[::num_slots], "simulator")
         self._program = program
         self._threads = threads
         self._runtime: Runtime | None = None
@@ -131,7 +138,7 @@ class VectorGroup:
         self.seed, self.trace, self.clock = runtime.seed, runtime.trace, runtime.clock
         claim, machine = runtime.claim("sim"), runtime.machine
         self._hosts = [
-            VectorHost(spec, machine.lane("sim", f"{self.name}-{i}", claim, self._threads), timed=machine.real)
+            VectorHost(spec, machine, claim, f"{self.name}-{i}", first=i * self.num_slots, threads=self._threads)
             for i, spec in enumerate(self.specs[:: self.num_slots])
         ]
         self.contexts = [
@@ -146,35 +153,33 @@ class VectorGroup:
     def reading(self) -> SimReading:
         """What the tuner needs to know: to it, a simulator is one environment. See `ebrl.core.tuning.TunedGroup`."""
         assert self._runtime is not None
-        claim, hosts = self._runtime.claim("sim"), self._hosts
+        claim, hosts, dropped = self._runtime.claim("sim"), self._hosts, self.recovery.dropped
         return SimReading(
             name=self.name,
             gen="",
-            num_envs=sum(host.built for host in hosts) - self.plan.num_waiting,
+            num_envs=sum(host.built for i, host in enumerate(hosts) if i not in dropped) - self.plan.num_waiting,
             num_steps=sum(host.num_steps for host in hosts),
-            busy_s=sum(host.lane.busy_s for host in hosts),
+            busy_s=sum(host.busy_s for host in hosts),
             num_cores=claim.account.ceiling if claim is not None else self._runtime.machine.num_cores,
         )
 
     async def serve(self) -> None:
-        """Build the simulators, then run all programs until cancelled."""
+        """Run all programs until cancelled; each begins with its simulator."""
         async with Scope() as scope:
             self._scope = scope
             assert self._runtime is not None
             self._memory = await _take_memory(self._runtime, self.specs[:: self.num_slots], self.name)
-            building = [scope.start(host.open(), f"{self.name}-build-{i}") for i, host in enumerate(self._hosts)]
-            for task in building:
-                await task
+            self.recovery.begin(self.name, self._runtime, scope, self._hosts)
             for context in self.contexts:
-                scope.start(_live(self._program, context), f"{self.name}-{context.index}")
+                context.running = scope.start(live(self._program, context), f"{self.name}-{context.index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
 
     def statistics(self) -> Mapping[str, float]:
-        """Env steps and the rate of simulator steps, lane time, its part in use, who waits, and the ledger."""
+        """Env steps, the rate of simulator steps, lane time, its part in use, who waits, the ledger, and restarts."""
         ledger = self.admission.ledger()
         return {
             "env_steps": self.env_steps,
-            "busy_s": sum(host.lane.busy_s for host in self._hosts),
+            "busy_s": sum(host.busy_s for host in self._hosts),
             **_read(self),
             "waiting_for_credit": ledger.num_waiting + (self.cohorts.num_waiting if self.cohorts is not None else 0),
             "started": ledger.started,
@@ -183,11 +188,13 @@ class VectorGroup:
             "parked": ledger.parked,
             "in_flight": ledger.in_flight,
             **{f"dropped_{reason}": num for reason, num in ledger.dropped.items()},
+            **self.recovery.counts(),
         }
 
     async def aclose(self, deadline_s: float) -> None:
         """Close the simulators, each behind its running call."""
         self.admission.close()
+        self.recovery.end()
         if self._runtime is not None:
             self._runtime.tuning.forget(self)
             _read(self)
@@ -210,8 +217,8 @@ class VectorGroup:
 
     @property
     def faults(self) -> Mapping[str, int]:
-        """What was done about simulators that failed: nothing, since an error in one of them ends the run."""
-        return {}
+        """Restarts of simulators, those that were dropped, and threads that leaked, so far."""
+        return self.recovery.counts()
 
     # The consumer's side; see `ebrl.core.protocols.Experience`.
 
@@ -229,6 +236,7 @@ class VectorGroup:
         if self._runtime is None:
             raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
         exact = self._runtime.deterministic and max_lag == 0
+        refuse_drop(self.recovery.policy, self.name, all_needed=quota or exact or groups)
         if quota:
             check_even(self.tasks)
         if groups:
@@ -329,27 +337,6 @@ def _read(group: VectorGroup) -> dict[str, float]:
     now_s, profile, hosts = group.clock(), group.profile, group._hosts
     for host in hosts:
         host.times.move(profile)
-    busy_s = sum(host.lane.busy_s for host in hosts)
+    busy_s = sum(host.busy_s for host in hosts)
     profile.reset.read(now_s, sum(slot.episode + 1 for context in group.contexts for slot in context.slots), 0.0)
     return profile.step.read(now_s, sum(host.num_steps for host in hosts), busy_s, len(hosts))
-
-
-async def _live(program: VectorProgram, env: VectorContext) -> None:
-    while True:
-        before = env.num_calls
-        try:
-            running: object = program(env)
-            if not inspect.isawaitable(running):
-                raise ProgramError(
-                    f"the program returned {type(running).__name__} and no coroutine: define it with `async def`"
-                )
-            await running
-            env.finish_episodes()
-            if env.num_calls == before:
-                raise ProgramError(
-                    "the program returned without a single call of its simulator: it would be called again for ever; "
-                    "await env.reset() in it"
-                )
-        except BaseException as error:
-            _note(error, env.where())
-            raise

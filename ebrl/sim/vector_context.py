@@ -14,8 +14,9 @@ from ebrl.core.errors import ProgramError
 from ebrl.core.records import ActionOut, Array, Observation
 from ebrl.core.rng import Domain, NoiseStream, name_key, stream
 from ebrl.sim.recorder import Recorder, note_executed
+from ebrl.sim.recovery import Fault, blame
 from ebrl.sim.slots import Asked, RowRequest, Slot
-from ebrl.sim.vector_episodes import assign, end_episode, leave, lose_all, may_begin
+from ebrl.sim.vector_episodes import assign, end_episode, leave, lose_all, lose_assigned, may_begin
 from ebrl.sim.vector_simulator import VectorStep, rows
 
 if TYPE_CHECKING:
@@ -63,8 +64,12 @@ class VectorContext:
         self.task = recorders[0].task
         self.num_slots = len(recorders)
         self.rng: np.random.Generator = stream(group.seed, Domain.PROGRAM, key, first)
-        self.host = host  # from here on for the group
+        self.host = host  # from here on for the group, and for whoever builds the simulator again
         self.num_calls = 0
+        self.running: asyncio.Task[None] | None = None  # its program, again and again
+        self.raised: Fault | None = None  # by its simulator, last
+        self.fault: Fault | None = None  # because of which the simulator is to be built anew
+        self.recovery = group.recovery
         self.slots = [
             Slot(i, recorder, RowRequest(self, i, NoiseStream(group.seed, key, recorder.env, 0)))
             for i, recorder in enumerate(recorders)
@@ -89,6 +94,11 @@ class VectorContext:
             f"({self.where()}): write it for a VectorContext, with `env.needs_reset`, as "
             "ebrl.sim.programs.vector_rollout is"
         )
+
+    @property
+    def slot(self) -> VectorHost:
+        """Where the simulator runs."""
+        return self.host
 
     @property
     def needs_reset(self) -> Array:
@@ -130,14 +140,22 @@ class VectorContext:
         self.num_calls += 1
         future: asyncio.Future[tuple[Observation, dict[str, Any]]] = self._loop.create_future()
         info: dict[str, Any] = {}
+        seeds: dict[int, int] = {}
         try:
             for slot in chosen:
                 leave(self, slot)
+            if self.fault is not None or not self.host.built:
+                await self.recovery.make_ready(self)
             seeds = await assign(self, chosen)
             if seeds:
                 self.host.reset(future, seeds)
                 obs, info = await future
                 self._obs = obs if self._group.observe is None else self._group.observe(obs)
+        except BaseException as error:
+            if blame(self, error, future):
+                self.fault = self.raised
+                lose_assigned(self, seeds)
+            raise
         finally:
             self._busy = None
             if future.done() and not future.cancelled() and future.exception() is not None:  # the others are gone too
@@ -239,10 +257,16 @@ class VectorContext:
         _check_free(self, "call")
         self._busy = "call"
         self.num_calls += 1
+        future: asyncio.Future[T] = self._loop.create_future()
         try:
-            future: asyncio.Future[T] = self._loop.create_future()
+            if not self.host.built:
+                await self.recovery.make_ready(self)
             self.host.call(future, fn)
             return await future
+        except BaseException as error:
+            if blame(self, error, future) and not self.host.built:
+                self.fault = self.raised  # otherwise the program may catch it, and go on
+            raise
         finally:
             self._busy = None
 
@@ -250,7 +274,7 @@ class VectorContext:
         """Whether a decision of a slot has begun whose outcome is not complete."""
         return slot.recorder.current is not None or (self._busy == "act" and slot.state == "running")
 
-    def finish_episodes(self) -> None:
+    def finish_episode(self) -> None:
         """Close what is open. Called by the group when the program has returned."""
         for slot in self.slots:
             leave(self, slot)
@@ -265,10 +289,14 @@ class VectorContext:
             elif name == "intervene":
                 slot.recorder.current.intervened = True
         result: VectorStep | None = None
+        future: asyncio.Future[VectorStep] = self._loop.create_future()
         try:
-            future: asyncio.Future[VectorStep] = self._loop.create_future()
             self.host.step(future, action)
             result = await future
+        except BaseException as error:
+            if blame(self, error, future, lambda: action):
+                self.fault = self.raised
+            raise
         finally:
             self._busy = None
             if result is None:
@@ -359,6 +387,7 @@ def _took(env: VectorContext, running: Sequence[Slot], result: VectorStep, actio
             if decision.out.batch.memory is not None:
                 slot.request.memory = decision.out.memory
         if terminated[number] or truncated[number]:
+            env.recovery.went_well(env.index)
             end_episode(env, slot)
     return result
 

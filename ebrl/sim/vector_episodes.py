@@ -7,7 +7,7 @@ episode before. Its simulator waits only when all of its slots are idle.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ebrl.sim.slots import Slot
@@ -52,8 +52,11 @@ def leave(env: VectorContext, slot: Slot) -> None:
 
 
 def end_episode(env: VectorContext, slot: Slot) -> None:
-    """The episode is over, and counts."""
+    """The episode is over, and counts, unless its simulator has failed."""
     slot.state = "over"
+    if env.fault is not None:
+        env._group.plan.give_back(slot.index, (slot.meter.position, slot.meter.seed))
+        return
     decision, recorder = slot.recorder.current, slot.recorder
     version = env.version if decision is None else decision.version
     env._group.finish(slot.meter.end(slot.index, env.task, env._loop.time(), recorder.num_decisions, version))
@@ -68,6 +71,17 @@ def lose_all(env: VectorContext) -> None:
             slot.recorder.cut("lost")
             slot.meter.lost = True
             end_episode(env, slot)
+
+
+def lose_assigned(env: VectorContext, numbers: Iterable[int]) -> None:
+    """A reset has failed: the episodes that were to begin came to nothing, and the next of the same streams follow."""
+    for number in numbers:
+        slot = env.slots[number]
+        assert slot.meter.assigned is not None
+        env._group.plan.give_back(slot.index, slot.meter.assigned)
+        slot.episode += 1
+        slot.meter.begin(env._loop.time(), slot.recorder.num_decisions)
+        slot.meter.lost = True
 
 
 def _next(env: VectorContext, slot: Slot) -> int:

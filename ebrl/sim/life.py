@@ -1,0 +1,70 @@
+"""A program, called again and again: what ends it, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
+from typing import Protocol, TypeVar
+
+from ebrl.core.errors import ProgramError
+from ebrl.sim.recovery import Failing
+
+
+class Living(Failing, Protocol):
+    """What a program drives, with what its calls are counted by.
+
+    Attributes:
+        num_calls: Of its methods, so far.
+    """
+
+    num_calls: int
+
+    def finish_episode(self) -> None:
+        """Close what is open: the program has returned."""
+
+
+E = TypeVar("E", bound=Living)
+
+
+async def live(program: Callable[[E], Awaitable[None]], env: E) -> None:
+    """Call a program until it is cancelled or raises; failures of its simulator are survived (`ebrl.sim.recovery`).
+
+    Raises:
+        ProgramError: It is no coroutine function, or called nothing.
+        Exception: What else it raised, with a note that says where.
+    """
+    recovery = env.recovery
+    while True:
+        before = env.num_calls
+        try:
+            running: object = program(env)
+            if not isawaitable(running):
+                raise ProgramError(
+                    f"the program returned {type(running).__name__} and no coroutine: define it with `async def`"
+                )
+            await running
+            env.finish_episode()
+            if env.num_calls == before:
+                raise ProgramError(
+                    "the program returned without a single call of its environment: it would be called again "
+                    "for ever; await env.reset() in it"
+                )
+        except asyncio.CancelledError:
+            if env.index in recovery.dropped:
+                return
+            raise
+        except Exception as error:
+            if not recovery.takes(env, error):
+                _note(error, recovery.place(env, error))
+                raise
+            env.finish_episode()
+
+
+def _note(error: BaseException, where: str) -> None:
+    """Say on every error where it happened, also on those that a TaskGroup of the program has gathered."""
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            _note(part, where)
+    else:
+        error.add_note(where)
