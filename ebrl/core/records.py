@@ -20,7 +20,7 @@ from ebrl.core.errors import ConfigError
 
 Array: TypeAlias = NDArray[Any]
 Observation: TypeAlias = "Array | dict[str, Array]"
-Host: TypeAlias = Literal["thread", "process"]
+Host: TypeAlias = Literal["thread", "process", "inline"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ebrl.core.errors import ConfigError, SimulatorError
-from ebrl.core.records import Array, EnvSpec, StepResult
+from ebrl.core.records import Array, EnvSpec, Observation, StepResult
 from ebrl.core.rng import Domain, episode_seed, stream
+from ebrl.sim.awaited import Apart, AwaitedSimulator
 from ebrl.sim.simulator import Simulator
 from ebrl.sim.spec import is_numeric
 
@@ -40,21 +43,36 @@ def check_env(spec: EnvSpec, *, episodes: int = 2, seed: int = 0) -> None:
         raise ConfigError(f"{spec.id} is a batched simulator: use check_vector_env")
     if spec.host == "process":
         _check_transfer(spec)
-    first = Simulator(spec)
-    try:
+    with ExitStack() as stack:
+        make: Callable[[], Simulator | _Blocking] = partial(Simulator, spec)
+        if spec.host == "inline":
+            make = partial(_Blocking, spec, stack.enter_context(Apart()))
+        first = stack.enter_context(closing(make()))
         seeds = [episode_seed(seed, 0, index) for index in range(episodes)]
         played = [_play(first, spec, each) for each in seeds]
         _compare(spec, played[0], _play(first, spec, seeds[0]), "when played again, after other episodes")
-        second = Simulator(spec)
-        try:
-            _compare(spec, played[-1], _play(second, spec, seeds[-1]), "in another instance")
-        finally:
-            second.close()
-    finally:
-        first.close()
+        second = stack.enter_context(closing(make()))
+        _compare(spec, played[-1], _play(second, spec, seeds[-1]), "in another instance")
 
 
-def _play(sim: Simulator, spec: EnvSpec, seed: int) -> list[Any]:
+class _Blocking:
+    """A simulator that is awaited, for those who cannot."""
+
+    def __init__(self, spec: EnvSpec, apart: Apart) -> None:
+        self._run = apart.run
+        self._simulator = apart.run(AwaitedSimulator.build(spec))
+
+    def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
+        return self._run(self._simulator.reset(seed))
+
+    def step(self, actions: Array) -> StepResult:
+        return self._run(self._simulator.step(actions))
+
+    def close(self) -> None:
+        self._run(self._simulator.close())
+
+
+def _play(sim: Simulator | _Blocking, spec: EnvSpec, seed: int) -> list[Any]:
     obs, info = sim.reset(seed)
     _check_info(spec, info)
     trace: list[Any] = [obs]

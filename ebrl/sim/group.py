@@ -30,7 +30,7 @@ from ebrl.sim.programs import rollout
 from ebrl.sim.recorder import Recorder, cut_stale
 from ebrl.sim.recovery import Recovery
 from ebrl.sim.resume import Past, resume_group, save_group
-from ebrl.sim.tasks import as_specs, check_even, check_groups, common_host, spread
+from ebrl.sim.tasks import as_specs, check_even, check_groups, chosen_host, spread
 
 EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
 
@@ -73,7 +73,8 @@ class EnvGroup:
             group_size: G; consecutive environments that have one task and train from the same seeds, so that a learner
                 (GRPO) can compare their episodes. N is a multiple of it, and group i has ``spec[i % len(spec)]``.
             program: Coroutine function that runs one episode or many; called again until the group ends.
-            host: ``"thread"`` or ``"process"``; default: what the spec wants.
+            host: ``"thread"`` or ``"process"``; default: what the spec wants. (Environments that are awaited run on the
+                loop, ``"inline"``, and nowhere else.)
             lanes: Threads, or processes, that share the simulators; environment i belongs to lane ``i % lanes`` for
                 life. Default: one thread each up to 256, or one process per core.
             segment_length: Decisions after which a segment is cut. Default: none, so that segments are as long as the
@@ -114,7 +115,7 @@ class EnvGroup:
         self._program = program
         self._on_resume = on_resume
         self._past = Past()
-        self._host = host or common_host(specs)
+        self._host = chosen_host(specs, host)
         self._lanes = lanes
         self._runtime: Runtime | None = None
         self._hosts: list[SimHost] = []

@@ -100,8 +100,11 @@ class SimHost(Protocol):
     def num_leaked(self) -> int:
         """Threads that were given up so far."""
 
-    def start(self) -> None:
+    def start(self, on_call: Callable[[], None] | None = None) -> None:
         """Begin; nothing is built yet. Call `aclose` after it.
+
+        Args:
+            on_call: Called at the beginning of calls that the machine does not see, since they run on the loop.
 
         Raises:
             ConfigError: A spec cannot be sent to a process.
@@ -289,7 +292,7 @@ class ThreadHost:
         """Seconds spent in simulators so far."""
         return self._lost_busy_s + sum(lane.busy_s for lane in self._lanes)
 
-    def start(self) -> None:
+    def start(self, on_call: Callable[[], None] | None = None) -> None:
         """See `SimHost`; lanes run already."""
 
     async def open(self) -> None:

@@ -9,6 +9,7 @@ from ebrl.core.leases import Lender
 from ebrl.core.protocols import Machine
 from ebrl.core.records import EnvSpec, Host
 from ebrl.sim.hosts import SimHost, ThreadHost
+from ebrl.sim.inline import InlineHost
 from ebrl.sim.process import ProcessHost
 from ebrl.sim.times import SAMPLE_EVERY
 
@@ -40,6 +41,8 @@ def make_hosts(
     Raises:
         ConfigError: A process host on a machine that exists as numbers only.
     """
+    if host == "inline":
+        return [InlineHost(specs, name)]
     if host == "thread":
         num = min(len(specs), lanes or MAX_THREADS)
         return [ThreadHost(specs, machine, pool, num, name=name, sample_every=sample_every)]

@@ -186,7 +186,7 @@ class ProcessHost:
         """Seconds spent in simulators so far."""
         return self._busy_s + (self._rows.busy_s[0] if self._alive else 0.0)
 
-    def start(self) -> None:
+    def start(self, on_call: Callable[[], None] | None = None) -> None:
         """See `SimHost`.
 
         Raises:

@@ -64,7 +64,7 @@ class Watched(Protocol):
     def num_leaked(self) -> int:
         """Threads that were given up so far."""
 
-    def start(self) -> None:
+    def start(self, on_call: Callable[[], None] | None = None) -> None:
         """Begin; nothing is built yet."""
 
     def running(self) -> list[Running]:
@@ -200,9 +200,9 @@ class Recovery:
             ConfigError: A spec cannot be sent to a process.
         """
         self._name, self._runtime, self._scope, self._hosts = name, runtime, scope, hosts
+        self._watch = watch = Watch(hosts, self.policy, runtime.machine)
         for host in hosts:
-            host.start()
-        self._watch = Watch(hosts, self.policy, runtime.machine)
+            host.start(watch.arm)
 
     def end(self) -> None:
         """The group ends: nobody is waited for any more, and so nobody hangs."""
@@ -354,9 +354,9 @@ class Watch:
         self._stopped = policy.shortest_s is None
         shortest_s = policy.shortest_s or 1.0
         self._every_s = min(shortest_s / LOOKS, SLOWEST_S)
-        self._always = not machine.foresee(shortest_s, self._arm)
+        self._always = not machine.foresee(shortest_s, self.arm)
         if self._always:
-            self._arm()
+            self.arm()
 
     def stop(self) -> None:
         """Look no more."""
@@ -364,7 +364,8 @@ class Watch:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _arm(self) -> None:
+    def arm(self) -> None:
+        """Begin to look, until nothing runs."""
         if self._timer is None and not self._stopped:
             self._timer = self._loop.call_later(self._every_s, self._look)
 
@@ -378,7 +379,7 @@ class Watch:
                 self._seen[running.place] = running.call, looks
                 self._judge(host, running, looks)
         if self._always or self._seen:
-            self._arm()
+            self.arm()
 
     def _judge(self, host: Watched, running: Running, looks: int) -> None:
         deadline_s = self._policy.deadline_s(running.phase)

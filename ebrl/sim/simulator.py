@@ -329,6 +329,20 @@ class Simulator:
         """Return ``fn(env)``, where `env` is what ``spec.make`` returned."""
         return fn(self._env)
 
+    def expect_episode(self) -> None:
+        """Check that `step` may be called.
+
+        Raises:
+            SimulatorError: No episode is running; says why.
+        """
+        if not self._running:
+            raise SimulatorError(self._why)
+
+    def interrupt(self) -> None:
+        """Nobody knows any more where the environment is: it must be reset."""
+        self._running = False
+        self._why = "step after an error: call reset first"
+
     def close(self) -> None:
         """Close the environment."""
         self._running = False

@@ -6,9 +6,9 @@ import difflib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, get_args
 
 import gymnasium
 import numpy as np
@@ -19,11 +19,13 @@ from ebrl.core.errors import ConfigError, SpaceError, UnknownEnv
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
 from ebrl.sim import adapters
 from ebrl.sim.adapters import Wanted, has_adapter
+from ebrl.sim.awaited import Apart, AwaitedSimulator, check_awaited, is_awaited, not_awaited
 from ebrl.sim.simulator import Simulator, construction_lock
 from ebrl.sim.vector_simulator import SLOT_SEEDS, VectorSimulator, accept
 
 Form: TypeAlias = "ArraySpec | Mapping[str, ArraySpec]"
-Factory: TypeAlias = "Callable[..., gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]]"
+Factory: TypeAlias = Callable[..., Any]
+"""Returns a ``gymnasium.Env``, a ``gymnasium.vector.VectorEnv``, or an environment that is awaited."""
 
 SUCCESS = ("success", "is_success")
 """Entries of ``info`` that say whether the task is done."""
@@ -51,7 +53,8 @@ def env_spec(
     Args:
         env: Id that gymnasium knows (``"module:Env-v0"`` imports the module first), or for an adapter of
             `ebrl.sim.envs` (``"Meta-World/MT1"``, ``"LIBERO/libero_spatial"``, ``"ManiSkill/PickCube-v1"``,
-            ``"robosuite/Lift"``), or a function that returns a ``gymnasium.Env``.
+            ``"robosuite/Lift"``), or a function that returns a ``gymnasium.Env``; or one whose `reset` and `step` are
+            coroutine functions, and then `close` and the function itself may be, too.
         horizon: Simulator steps after which an episode is truncated, in addition to what the environment does itself.
         action_repeat: Simulator steps for which each action is applied.
         task: What a policy is asked to do.
@@ -74,6 +77,7 @@ def env_spec(
         (spec,) = _adapted(Wanted(env, kwargs, horizon, action_repeat, task, host, num_slots), only=True)
     else:
         spec = probe(batched(_describe(env, horizon, action_repeat, task, host, kwargs), num_slots))
+    check_awaited(spec, host)
     return replace(spec, memory_mib=memory_mib or spec.memory_mib)
 
 
@@ -162,6 +166,8 @@ def in_turn(make: Callable[[], Any], num_slots: int) -> VectorEnv[Any, Any, Any]
     first = make()
     if isinstance(first, VectorEnv):
         return first
+    if is_awaited(first):
+        raise ConfigError("environments that are awaited are not stepped in turn: leave out num_slots")
     makes = [lambda: first, *[make] * (num_slots - 1)]
     return SyncVectorEnv(makes, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
@@ -180,6 +186,10 @@ def probe(spec: EnvSpec) -> EnvSpec:
         env = spec.make()
     if isinstance(env, VectorEnv):
         return _probe_batched(spec, env)
+    if is_awaited(env):
+        return _probe_awaited(spec, env)
+    if spec.host == "inline":
+        raise not_awaited(spec.id)
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"{spec.id}: expected the function to make a gymnasium.Env, got {type(env).__name__}")
     try:
@@ -189,9 +199,28 @@ def probe(spec: EnvSpec) -> EnvSpec:
         infos = [simulator.reset(0)[1], simulator.step(neutral_action(spec.action)).info]
     finally:
         env.close()
+    return replace(spec, info_keys=_numeric_keys(infos))
+
+
+def _probe_awaited(spec: EnvSpec, env: Any) -> EnvSpec:
+    observed = observation_spec(env.observation_space, spec.id)
+    spec = replace(spec, observation=observed, action=action_spec(env.action_space, spec.id), host="inline")
+
+    async def play() -> list[dict[str, Any]]:
+        simulator = AwaitedSimulator(replace(spec, action_repeat=1), env)
+        try:
+            return [(await simulator.reset(0))[1], (await simulator.step(neutral_action(spec.action))).info]
+        finally:
+            await simulator.close()
+
+    with Apart() as apart:
+        return replace(spec, info_keys=_numeric_keys(apart.run(play())))
+
+
+def _numeric_keys(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     keys = dict.fromkeys(SUCCESS)  # often there only at the end of an episode, which the probe does not see
     keys |= {key: None for info in infos for key, value in info.items() if is_numeric(key, value)}
-    return replace(spec, info_keys=tuple(keys))
+    return tuple(keys)
 
 
 def _probe_batched(spec: EnvSpec, env: VectorEnv[Any, Any, Any]) -> EnvSpec:
@@ -339,8 +368,8 @@ def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int, 
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{option} must be an integer of at least 1, got {value!r}")
-    if host not in {None, "thread", "process"}:
-        raise ConfigError(f'host must be "thread", "process" or None, got {host!r}')
+    if host not in {None, *get_args(Host)}:
+        raise ConfigError(f"host must be one of {get_args(Host)} or None, got {host!r}")
     if memory_mib < 0:
         raise ConfigError(f"memory_mib must be at least 0, got {memory_mib}")
     if num_slots < 0:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import ArraySpec, EnvSpec, Host
+from ebrl.sim.awaited import check_awaited
 
 
 def as_specs(spec: EnvSpec | Sequence[EnvSpec], *, batched: bool = False) -> tuple[EnvSpec, ...]:
@@ -60,6 +61,17 @@ def spread(specs: Sequence[EnvSpec], count: int, group_size: int = 1) -> list[in
         least = f"count must be at least {len(specs) * group_size}"
         raise ConfigError(f"count={count} leaves some of {len(specs)} specs without an environment: {least}")
     return [index // group_size % len(specs) for index in range(count)]
+
+
+def chosen_host(specs: Sequence[EnvSpec], host: Host | None) -> Host:
+    """Return where simulators run.
+
+    Raises:
+        ConfigError: They want different hosts and none is chosen, or the chosen one cannot run them.
+    """
+    for spec in specs:
+        check_awaited(spec, host)
+    return host or common_host(specs)
 
 
 def common_host(specs: Sequence[EnvSpec]) -> Host:

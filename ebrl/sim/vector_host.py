@@ -86,7 +86,7 @@ class VectorHost:
         self._future = future
         self.lane.submit(future, self._simulator.call, fn)
 
-    def start(self) -> None:
+    def start(self, on_call: Callable[[], None] | None = None) -> None:
         """The lane runs already."""
 
     def build(self) -> asyncio.Future[None]:

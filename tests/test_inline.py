@@ -1,0 +1,244 @@
+"""Environments that are awaited: on the loop, without a thread, and otherwise as all others."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ebrl.core.errors import CallTimeout, ConfigError, ProgramError, SimulatorError
+from ebrl.core.records import Decision, EnvSpec
+from ebrl.core.runtime import Runtime
+from ebrl.core.virtual import run_virtual
+from ebrl.core.virtual_machine import VirtualMachine
+from ebrl.gen.fake import ScriptedPolicy
+from ebrl.gen.generator import Generator
+from ebrl.sim.awaited import is_awaited
+from ebrl.sim.check import check_env
+from ebrl.sim.context import EnvContext
+from ebrl.sim.failures import FailurePolicy
+from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv
+from ebrl.sim.group import EnvGroup
+from ebrl.sim.spec import env_spec
+from ebrl.train.evaluate import evaluate
+from tests.helpers import assert_sound, recording, take, the_failure, training, virtually
+
+POLICY = FailurePolicy(build_s=40.0, reset_s=20.0, call_s=10.0)
+
+
+class Robot:
+    """A scripted environment at the other end of a line.
+
+    Args:
+        step_s: That an answer takes.
+        hang: Call of `step` that never answers.
+        stubborn: Whether it ignores once that it is cancelled.
+        **options: Of the environment.
+    """
+
+    def __init__(self, step_s: float = 0.0, *, hang: int = -1, stubborn: bool = False, **options: Any) -> None:
+        self._env = ScriptedEnv(3, **options)
+        self.observation_space, self.action_space = self._env.observation_space, self._env.action_space
+        self._step_s = step_s
+        self._hang, self._stubborn = hang, stubborn
+        self._num_steps = 0
+        self.events: list[str] = []
+
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        await asyncio.sleep(self._step_s)
+        return self._env.reset(seed=seed)
+
+    async def step(self, action: Any) -> Any:
+        self._num_steps += 1
+        while self._num_steps == self._hang:
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                self.events.append("cancelled")
+                if not self._stubborn or len(self.events) > 1:
+                    raise
+        await asyncio.sleep(self._step_s)
+        return self._env.step(action)
+
+    async def close(self) -> None:
+        self.events.append("closed")
+
+
+ROBOT = env_spec(Robot)
+CHOOSER = env_spec(functools.partial(Robot, num_actions=3))
+
+
+def robots(**options: Any) -> EnvSpec:
+    return replace(ROBOT, make=functools.partial(Robot, **options))
+
+
+def as_seen(decisions: list[Decision]) -> dict[tuple[int, int], Any]:
+    return {(d.env, d.index): (np.asarray(d.obs).tobytes(), d.rewards, d.terminated, d.truncated) for d in decisions}
+
+
+async def trained(spec: EnvSpec, **options: Any) -> dict[tuple[int, int], Any]:
+    async with training(spec, VirtualMachine({}), batch_size=24, updates=6, **options) as stage:
+        async for _ in stage.trainer:
+            assert_sound(stage.envs.admission.ledger())
+    return as_seen(stage.learner.decisions)
+
+
+@pytest.mark.parametrize("horizon", [1, 4])
+@pytest.mark.parametrize(("length", "repeat", "limit"), [(9, 1, None), (9, 2, None), (50, 2, 7)])
+def test_trajectories_are_those_of_a_thread(horizon: int, length: int, repeat: int, limit: int | None) -> None:
+    shape: dict[str, Any] = {"horizon": limit, "action_repeat": repeat}
+    inline = env_spec(functools.partial(Robot, length=length), **shape)
+    thread = env_spec(functools.partial(ScriptedEnv, 3, length=length), **shape)
+    assert (inline.host, thread.host) == ("inline", "thread")
+    one, other = (run_virtual(trained(spec, horizon=horizon)) for spec in (inline, thread))
+    both = one.keys() & other.keys()
+    assert len(both) > 100
+    assert all(one[key] == other[key] for key in both)
+
+
+def test_actions_from_a_list() -> None:
+    async def main(spec: EnvSpec) -> list[float]:
+        async with Runtime(VirtualMachine({})) as rt:
+            gen = rt.start(Generator(ScriptedPolicy(spec)))
+            report = await evaluate(rt.start(EnvGroup(spec, actor=gen, count=2)), range(4))
+            return [episode.total_reward for episode in report.episodes]
+
+    shape: dict[str, Any] = {"num_actions": 3, "length": 5}
+    inline = replace(CHOOSER, make=functools.partial(Robot, **shape))
+    thread = replace(CHOOSER, make=functools.partial(ScriptedEnv, 3, **shape), host="thread")
+    assert run_virtual(main(inline)) == run_virtual(main(thread))
+
+
+@virtually
+async def test_all_are_awaited_at_once_and_need_no_core() -> None:
+    async with training(robots(step_s=1.0, length=50), VirtualMachine({}, num_cores=1), count=32, batch_size=320) as s:
+        reports = [report async for report in s.trainer]
+        assert reports[0].elapsed_s == 11.0, "a reset and ten steps"
+        assert s.envs.statistics()["busy_s"] > 32 * 10
+        assert s.envs.reading().num_envs == 32
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"faults": {0: "raise"}},
+        {"faults": {3: "raise"}},
+        {"faults": {CONSTRUCTION: "raise"}},
+        {"faults": {2: "nan"}},
+        {"faults": {2: "shape"}},
+        {"hang": 3},
+        {"hang": 3, "stubborn": True},
+    ],
+    ids=str,
+)
+def test_one_that_fails_is_built_again_and_the_others_go_on(fault: dict[str, Any], count: int) -> None:
+    made: list[Robot] = []
+
+    def make() -> Robot:
+        faulty = {} if made else fault
+        made.append(Robot(1.0, length=4))  # also where the next line raises
+        made[-1] = Robot(1.0, length=4, **faulty)
+        return made[-1]
+
+    async def main() -> None:
+        spec = replace(ROBOT, make=make)
+        async with training(spec, count=count, batch_size=8 * count, updates=6, failures=POLICY) as s:
+            async for _ in s.trainer:
+                assert_sound(s.envs.admission.ledger())
+            assert s.envs.faults == {"restarts": 1, "dropped_envs": 0, "leaked_threads": 0}
+        assert {d.env for d in s.learner.decisions} == set(range(count))
+
+    run_virtual(main())
+    assert [robot.events.count("closed") for robot in made[1:]] == [1] * count
+
+
+@virtually
+async def test_a_call_that_is_not_awaited_any_more_is_cancelled() -> None:
+    robot = Robot(1.0, hang=3, length=50)
+    spec = replace(ROBOT, make=lambda: robot)
+
+    async def program(env: EnvContext) -> None:
+        obs, _ = await env.reset()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                while True:
+                    obs = (await env.act_step(obs)).obs
+        await asyncio.sleep(0.1)
+        assert robot.events == ["cancelled"]
+        with pytest.raises(ProgramError, match="call reset first"):
+            await env.act(obs)
+
+    async with recording(program, spec=spec) as envs:
+        (segment,) = await take(envs, 1)
+    assert len(segment.decisions) == 2
+    assert envs.admission.ledger().dropped["lost"] >= 1
+
+
+@virtually
+async def test_what_a_program_calls_is_awaited() -> None:
+    async def line(robot: Robot) -> str:
+        await asyncio.sleep(1.0)
+        return "ready" if is_awaited(robot) else "?"
+
+    async def program(env: EnvContext) -> None:
+        answer: Any = await env.call(line)
+        assert answer == "ready"
+        assert await env.call(lambda robot: robot.events) == []
+        obs, _ = await env.reset()
+        while not env.done:
+            obs = (await env.act_step(obs)).obs
+
+    async with recording(program, spec=robots(length=4)) as envs:
+        assert len(await take(envs, 2)) == 2
+
+
+@virtually
+async def test_it_may_be_made_by_a_coroutine() -> None:
+    async def make() -> Robot:
+        await asyncio.sleep(1.0)
+        return Robot(length=4)
+
+    spec = replace(ROBOT, make=make)
+    async with training(spec, count=2, batch_size=8, updates=2) as s:
+        async for report in s.trainer:
+            assert report.elapsed_s == 1.0
+
+
+def test_a_deadline_ends_a_run_that_is_to_raise() -> None:
+    async def main() -> None:
+        async with training(robots(hang=3, length=9), count=1, failures=FailurePolicy("raise", call_s=10.0)) as s:
+            async for _ in s.trainer:
+                pass
+
+    assert isinstance(the_failure(main()), CallTimeout)
+
+
+def test_hosts_that_cannot_run_it() -> None:
+    with pytest.raises(ConfigError, match="its reset and step are coroutine functions: leave out host='process'"):
+        env_spec(Robot, host="process")
+    with pytest.raises(ConfigError, match="host='inline' is for environments whose reset and step are coroutine func"):
+        env_spec("CartPole-v1", host="inline")
+    with pytest.raises(ConfigError, match="environments that are awaited are not stepped in turn: leave out num_slots"):
+        env_spec(Robot, num_slots=3)
+    gen: Any = Generator(ScriptedPolicy(robots()))
+    with pytest.raises(ConfigError, match="leave out host='thread'"):
+        EnvGroup(robots(), actor=gen, count=1, host="thread")
+    with pytest.raises(ConfigError, match="use host='thread'"):
+        EnvGroup(env_spec("CartPole-v1"), actor=gen, count=1, host="inline")
+
+
+class Restless(Robot):
+    async def reset(self, **options: Any) -> Any:
+        return await super().reset(seed=None)
+
+
+def test_a_check_finds_what_it_finds_in_others() -> None:
+    check_env(env_spec(functools.partial(Robot, length=5)))
+    with pytest.raises(SimulatorError, match="the same seed and actions gave another observation"):
+        check_env(env_spec(functools.partial(Restless, length=5)))
