@@ -1,6 +1,6 @@
 """`InlineHost`: simulators that are awaited run on the loop itself, a task for each call.
 
-They use no thread and no core of the pool. A call that its program no longer waits for is cancelled. The tasks belong to
+They use no thread and no core of the pool. A call that its program no longer waits for is cancelled. Tasks belong to
 the host, whose `aclose` ends all of them and waits for that.
 """
 
