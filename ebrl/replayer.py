@@ -8,6 +8,7 @@ because of a simulator, the policy, the learner, or the software and hardware un
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -98,14 +99,20 @@ def replay(log: Path | str, spec: EnvSpec, learner: Learner, **group: Any) -> Re
     stock ones are, as are those that use nothing but their environment, its `rng` and their own actor.
 
     Args:
-        log: The file. If it is torn at its end, the complete updates are repeated.
+        log: The file. If it is torn at its end, the complete updates are repeated; one that was cut between two lines
+            is that of a shorter run.
         spec: Of the environments, as in the run.
         learner: Made as for the run, before its first update. It is trained.
-        group: Arguments of the `EnvGroup` of the run that decide what happens: ``program``, ``observe``.
+        group: Arguments of the `EnvGroup` of the run that decide what happens: ``program``, ``observe``. How many
+            environments there were is in the log.
 
     Raises:
-        ConfigError: The file is no such log, or it is that of another environment or learner.
+        ConfigError: The file is no such log, or it is that of another environment or learner; or an event loop runs.
     """
+    if asyncio._get_running_loop() is not None:
+        raise ConfigError("an event loop runs here: await asyncio.to_thread(ebrl.replay, log, spec, learner)")
+    if not isinstance(spec, EnvSpec):
+        raise ConfigError(f"replay takes the one spec of the recorded run, got a {type(spec).__name__}")
     return _Replay(RecordedRun(Path(log)), spec, learner, group).run()
 
 

@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
         saves._write(saved(1))
     with pytest.raises(CheckpointError, match="file cannot be read: Not a directory"):
         Checkpointer(tmp_path / "file").latest()
-    with pytest.raises(ConfigError, match="keep must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="keep must be a whole number of at least 1, got 0"):
         Checkpointer(tmp_path, keep=0)
 
 

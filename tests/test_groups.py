@@ -496,7 +496,7 @@ def test_the_noise_of_members_differs_and_groups_that_are_added_change_nothing()
         ({}, "the learner compares episodes that begin alike, but every environment of envs runs its own"),
         ({"group_size": 2, "sampling": "quota"}, 'groups are admitted by episodes: use "weighted" or "arrival"'),
         ({"group_size": 3}, "count=4 is no multiple of group_size=3"),
-        ({"group_size": 0}, "group_size must be at least 1, got 0"),
+        ({"group_size": 0}, "group_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_groups_that_cannot_work(options: dict[str, Any], message: str) -> None:

@@ -40,7 +40,7 @@ class TrainConfig:
         sampling: What is done about environments of different speed; default: weighted where there are several tasks.
         target_success: Stop when the greedy policy reaches this success rate on `eval_episodes` fixed seeds.
         target_return: Stop when the greedy policy reaches this mean return on them.
-        eval_every: Updates between two evaluations.
+        eval_every: Updates between two evaluations, which are made where there is a target.
         eval_episodes: Episodes of an evaluation; of each task where there are several.
         seed: Of everything.
         deterministic: With ``--max-lag 0``: a run that depends on the seed alone.

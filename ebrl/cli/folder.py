@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ebrl import __version__
 from ebrl.cli.config import TrainConfig
-from ebrl.core.errors import CheckpointError, ConfigError
+from ebrl.core.errors import CheckpointError, ConfigError, in_short
 
 PROFILE = "profile.json"
 EVENTS = "events.jsonl"
@@ -104,12 +104,14 @@ def load_policy(policy: torch.nn.Module, folder: Path) -> None:
     """
     path = folder / "policy.safetensors"
     if not path.is_file():
-        raise ConfigError(f"{folder} holds no policy.safetensors: give the folder of a run of `ebrl train`")
+        raise ConfigError(
+            f"{folder} holds no policy.safetensors: give the folder of a run of `ebrl train` that has ended "
+            f"(`ebrl train --resume {folder}` goes on with one that was killed)"
+        )
     try:
         policy.load_state_dict(load_file(path))
     except (RuntimeError, SafetensorError) as error:
-        summary = str(error).splitlines()[0]
-        raise ConfigError(f"{path} does not fit the policy of its config.json: {summary}") from error
+        raise ConfigError(f"{path} does not fit the policy of its config.json: {in_short(error)}") from error
 
 
 def _replace(path: Path, text: str) -> None:

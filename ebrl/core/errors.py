@@ -140,3 +140,9 @@ def amount(what: str, value: Any) -> float:
     if not LEAST <= value <= MOST:
         raise ConfigError(f"{what} must be from {LEAST:g} to {MOST:g}, got {reprlib.repr(value)}")
     return float(value)
+
+
+def in_short(error: BaseException) -> str:
+    """Return one line for an error of another library that may have many: what it is about, and the first of what."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]).rstrip(".") or repr(error)

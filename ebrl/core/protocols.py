@@ -363,6 +363,7 @@ class Stateful(Protocol):
         """Go on from there. Called before anything else."""
 
 
+@runtime_checkable
 class Learner(Protocol):
     """Turns batches into better weights; knows nothing of asyncio. One that is also `Stateful` can be saved."""
 

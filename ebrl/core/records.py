@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, is_a
 
 Array: TypeAlias = NDArray[Any]
 Observation: TypeAlias = "Array | dict[str, Array]"
@@ -258,9 +259,10 @@ class GroupRule:
         Raises:
             ConfigError: Bounds that are no part of 0 .. 1.
         """
-        low, high = self.success_bounds or (0.0, 1.0)
-        if not 0 <= low <= high <= 1:
-            raise ConfigError(f"success_bounds must be two numbers in 0 .. 1, the lower one first, got {(low, high)}")
+        bounds: Any = (0.0, 1.0) if self.success_bounds is None else self.success_bounds
+        pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(is_a(Real, bound) for bound in bounds)
+        if not pair or not 0 <= bounds[0] <= bounds[1] <= 1:
+            raise ConfigError(f"success_bounds must be two numbers in 0 .. 1, the lower one first, got {bounds!r}")
 
 
 @dataclass(slots=True)

@@ -25,12 +25,28 @@ class WrongRows(PolicyError):
 
 
 def copy_weights(source: torch.nn.Module, buffer: torch.nn.Module) -> None:
-    """Copy parameters and buffers of one module into another of the same form."""
+    """Copy parameters and buffers of one module into another of the same form.
+
+    Raises:
+        PolicyError: It has another form.
+    """
     with torch.no_grad():
         for kind in ("parameters", "buffers"):
             theirs, ours = list(getattr(source, kind)()), list(getattr(buffer, kind)())
+            if [x.shape for x in ours] != [x.shape for x in theirs]:
+                raise PolicyError(_difference(source, buffer))
             if ours:
                 torch._foreach_copy_(ours, theirs)
+
+
+def _difference(source: torch.nn.Module, buffer: torch.nn.Module) -> str:
+    """Return words for the first tensor in which two modules differ in form."""
+    theirs, ours = ({name: tuple(x.shape) for name, x in m.state_dict().items()} for m in (source, buffer))
+    name = next(name for name in [*theirs, *ours] if theirs.get(name) != ours.get(name))
+    return (
+        f"the learner's policy is not of the form of the generator's: {name} is of shape {theirs.get(name)} there and "
+        f"{ours.get(name)} here; give both the same policy"
+    )
 
 
 def infer(

@@ -6,10 +6,10 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import Closed, ConfigError, whole
 from ebrl.core.leases import Lease
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
@@ -33,6 +33,7 @@ from ebrl.sim.resume import Past, resume_group, save_group
 from ebrl.sim.tasks import as_specs, check_even, check_groups, chosen_host, spread
 
 EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
+OnResume: TypeAlias = Literal["next", "replay"]
 
 
 class EnvGroup:
@@ -59,7 +60,7 @@ class EnvGroup:
         lanes: int | None = None,
         segment_length: int | None = None,
         observe: Callable[[Observation], Observation] | None = None,
-        on_resume: Literal["next", "replay"] | None = None,
+        on_resume: OnResume | None = None,
         failures: FailurePolicy | None = None,
         name: str = "envs",
     ) -> None:
@@ -92,12 +93,10 @@ class EnvGroup:
             name: Of the service; keys its random streams.
 
         Raises:
-            ConfigError: A number out of range, or specs that do not go together.
+            ConfigError: An option out of range, or specs that do not go together.
         """
-        numbers = {"count": count, "group_size": group_size, "lanes": lanes, "segment_length": segment_length}
-        for label, value in numbers.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{label} must be at least 1, got {value}")
+        _check_numbers(count=count, group_size=group_size, lanes=lanes, segment_length=segment_length)
+        _check_words(host=(host, Host), on_resume=(on_resume, OnResume))
         specs = as_specs(spec)
         spec_of = spread(specs, count, group_size)
         self.specs = [specs[i] for i in spec_of]
@@ -121,10 +120,8 @@ class EnvGroup:
         self._hosts: list[SimHost] = []
         self._scope: Scope | None = None
         self._memory: Lease | None = None
-        length = segment_length or sys.maxsize
-        self._recorders = [
-            Recorder(i, each.task, each.action_repeat, length, self._hand_over) for i, each in enumerate(self.specs)
-        ]
+        cut = segment_length or sys.maxsize
+        self._recorders = [Recorder(i, x.task, x.action_repeat, cut, self._hand_over) for i, x in enumerate(self.specs)]
         self._contexts: list[EnvContext] = []
         self._segments: list[Segment] = []
         self._episodes: list[Episode] = []
@@ -278,8 +275,11 @@ class EnvGroup:
             In the order of `seeds`, and for each seed in the order of tasks.
 
         Raises:
-            ConfigError: The group is used for training.
+            ConfigError: The group is used for training, or a seed is out of range.
+            Closed: The group was not started.
         """
+        if self._runtime is None:
+            raise Closed(f"{self.name} was not started: call rt.start(envs) before the evaluation")
         return await self.plan.run(list(seeds))
 
     # The programs' side.
@@ -292,6 +292,18 @@ class EnvGroup:
     def _hand_over(self, segment: Segment) -> None:
         self.admission.emit(len(segment.decisions))
         self._segments.append(segment)
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None:
+            whole(name, value)
+
+
+def _check_words(**words: tuple[str | None, Any]) -> None:
+    for name, (word, known) in words.items():
+        if word is not None and word not in get_args(known):
+            raise ConfigError(f"{name} must be one of {get_args(known)} or None, got {word!r}")
 
 
 def _open_admission(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, whole
 from ebrl.core.records import Episode
 from ebrl.core.rng import episode_seed
 
@@ -71,9 +71,7 @@ class Plan:
             raise ConfigError("this EnvGroup is used for training: evaluate with a group of its own")
         if self._done is not None:
             raise ConfigError("an evaluation is running on this EnvGroup: await it before the next")
-        for seed in seeds:
-            if not 0 <= seed < MAX_SEED:
-                raise ConfigError(f"seeds of episodes must be from 0 to 2**63 - 1, got {seed}")
+        seeds = [whole("a seed of an episode", seed, 0, MAX_SEED - 1) for seed in seeds]
         if not seeds:
             return []
         self._results = {}

@@ -56,7 +56,8 @@ def spread(specs: Sequence[EnvSpec], count: int, group_size: int = 1) -> list[in
         ConfigError: Groups do not come out even, or a spec would have no environment.
     """
     if count % group_size:
-        raise ConfigError(f"count={count} is no multiple of group_size={group_size}")
+        fits = count + -count % group_size
+        raise ConfigError(f"count={count} is no multiple of group_size={group_size}: use count={fits}")
     if count < len(specs) * group_size:
         least = f"count must be at least {len(specs) * group_size}"
         raise ConfigError(f"count={count} leaves some of {len(specs)} specs without an environment: {least}")

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import Closed, ConfigError, whole
 from ebrl.core.leases import Lease
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
@@ -90,8 +90,8 @@ class VectorGroup:
         """
         numbers = {"num_groups": num_groups, "group_size": group_size, "threads": threads}
         for label, value in {**numbers, "segment_length": segment_length}.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{label} must be at least 1, got {value}")
+            if value is not None:
+                whole(label, value)
         _check_program(program)
         specs = as_specs(spec, batched=True)
         self.num_slots = num_slots = _common_slots(specs, group_size)
@@ -267,6 +267,8 @@ class VectorGroup:
 
     async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
         """Run one episode per seed and task, and wait for all of them; see `EnvGroup.run_episodes`."""
+        if self._runtime is None:
+            raise Closed(f"{self.name} was not started: call rt.start(envs) before the evaluation")
         if not all(spec.slot_seeds for spec in self.specs):
             logger.warning(
                 "%s: %s gives no slot a seed of its own, so that seeds of this evaluation only number its episodes",

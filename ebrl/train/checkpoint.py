@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ebrl.core.admission import Ledger
-from ebrl.core.errors import CheckpointError, ConfigError
+from ebrl.core.errors import CheckpointError, ConfigError, in_short, whole
 from ebrl.core.protocols import Lane, Learner, Stateful
 from ebrl.core.records import Episode
 from ebrl.core.runtime import Runtime
@@ -70,9 +70,9 @@ class Checkpoint:
             holder.load_state_dict(copied(self.learner))
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             holder.load_state_dict(before)
-            summary = str(error).splitlines()[0] if str(error) else repr(error)
             raise CheckpointError(
-                f"{self.path or 'the checkpoint'} does not fit this {type(learner).__name__}: {summary}"
+                f"{self.path or 'the checkpoint'} does not fit this {type(learner).__name__}: {in_short(error)}; make "
+                "policy and learner with the options of that run"
             ) from error
 
 
@@ -98,10 +98,8 @@ class Checkpointer:
         Raises:
             ConfigError: `keep` is below 1.
         """
-        if keep < 1:
-            raise ConfigError(f"keep must be at least 1, got {keep}")
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep = whole("keep", keep)
         self._lane: tuple[Runtime, Lane] | None = None
         self._last = 0  # number of the newest checkpoint that was read or written here
         self._stuck: set[int] = set()  # those that could not be removed

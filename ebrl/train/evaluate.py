@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ebrl.core.errors import ConfigError
 from ebrl.core.records import Episode, by_task, mean_return, success_rate
 
 
@@ -70,11 +71,20 @@ async def evaluate(envs: EpisodeRunner, seeds: Iterable[int]) -> EvalReport:
     """Run one episode per seed, and task if there are several, and report on all of them.
 
     Args:
-        envs: A started `EnvGroup` that is not used for training, usually with a ``Generator(deterministic=True)``.
+        envs: A started `EnvGroup` that is not used for training, usually with a ``Generator(deterministic=True)`` of
+            its own. That acts with the weights it was made with until it is given others: while a run trains,
+            ``await gen.publish(policy)`` first.
         seeds: One per episode; the same list gives the same starts. Every task runs all of them, so that who is fast
             has no influence on what is counted.
+
+    Raises:
+        ConfigError: There is no seed, or one is out of range; the group is used for training.
+        Closed: The group was not started.
     """
-    return EvalReport(tuple(await envs.run_episodes(seeds)))
+    chosen = list(seeds)
+    if not chosen:
+        raise ConfigError("evaluate needs at least one seed: give range(20), say")
+    return EvalReport(tuple(await envs.run_episodes(chosen)))
 
 
 def wilson(rate: float, num: int, z: float = 1.96) -> tuple[float, float]:

@@ -52,6 +52,8 @@ class GRPO(TorchLearner):
     """
 
     def __init__(self, policy: Any, config: GRPOConfig) -> None:
+        if not isinstance(config, GRPOConfig):
+            raise ConfigError(f"GRPO takes a GRPOConfig, got a {type(config).__name__}")
         super().__init__(policy, config)
         self.config = config
         self.groups = GroupRule(success_bounds=config.success_bounds, success_return=config.success_return)

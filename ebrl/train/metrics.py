@@ -33,6 +33,7 @@ def flatten(report: UpdateReport) -> dict[str, float]:
         "time/update_s": report.update_s,
         "lag/mean": report.lag_mean,
         "lag/max": report.lag_max,
+        **{f"lag/share_of_{lag}": num / report.num_decisions for lag, num in enumerate(report.lag_counts) if num},
         **task_scalars("rollout", report),
         **{f"train/{name}": value for name, value in report.metrics.items()},
         **{f"dropped/{reason}": num for reason, num in report.dropped.items()},

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from ebrl.core.errors import ConfigError
 
@@ -49,7 +50,8 @@ class LearnerConfig:
         entropy_coef: Weight of the entropy of a decision.
         max_grad_norm: Gradients are scaled down to it.
         adam_eps: Of Adam.
-        anneal_updates: Learning rate and clip range go linearly to 0 over so many updates; None leaves them.
+        anneal_updates: Learning rate and clip range go linearly to 0 over so many updates, and stay there; None leaves
+            them.
         seed: Of the order of minibatches.
     """
 
@@ -79,6 +81,7 @@ class LearnerConfig:
         Raises:
             ConfigError: A value that cannot work.
         """
+        check_types(self)
         size, clip_high, dual_clip, m2 = self.minibatch_size, self.clip_range_high, self.dual_clip, self.m2_threshold
         decoupled = self.objective == "decoupled"
         check(
@@ -109,6 +112,25 @@ class LearnerConfig:
             ("anneal_updates", self.anneal_updates is None or self.anneal_updates >= 1, "None or at least 1"),
             ("seed", self.seed >= 0, "at least 0"),
         )
+
+
+KINDS: Final = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "bool": (bool, "True or False")}
+
+
+def check_types(config: Any) -> None:
+    """Check that options are of the types that their dataclass says, as far as numbers and flags go.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for each in fields(config):
+        kind, *others = str(each.type).split(" | ")
+        value = getattr(config, each.name)
+        if kind not in KINDS or (value is None and "None" in others):
+            continue
+        form, words = KINDS[kind]
+        if not isinstance(value, form) or (isinstance(value, bool) and kind != "bool"):
+            raise ConfigError(f"{type(config).__name__}.{each.name}={value!r}: must be {words}")
 
 
 _ONLY = "{!r} unless objective is 'decoupled'"

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
+from ebrl.core.errors import ConfigError
 from ebrl.core.records import TrainBatch
 from ebrl.train.advantages import gae, vtrace
 from ebrl.train.learner import DiscountUnit, Layout, Rollout, Scores, TorchLearner, time_major
@@ -90,6 +91,8 @@ class PPO(TorchLearner):
     """
 
     def __init__(self, policy: Any, config: PPOConfig) -> None:
+        if not isinstance(config, PPOConfig):
+            raise ConfigError(f"PPO takes a PPOConfig, got a {type(config).__name__}")
         super().__init__(policy, config, gamma=config.gamma, discount_unit=config.discount_unit)
         self.config = config
         self.return_normalizer = self.parts["return_normalizer"] = ReturnNormalizer()

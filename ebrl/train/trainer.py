@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import Closed, ConfigError, whole
 from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Actor, Experience, GroupLearner, Lane, Learner
 from ebrl.core.readings import TrainReading
@@ -38,7 +38,8 @@ class Trainer:
 
     Example::
 
-        async for report in rt.start(ebrl.Trainer(envs, ebrl.PPO(policy), updates=100)):
+        learner = ebrl.PPO(policy, ebrl.PPOConfig())
+        async for report in rt.start(ebrl.Trainer(envs, learner, updates=100)):
             print(report.update, report.mean_return)
     """
 
@@ -71,18 +72,19 @@ class Trainer:
             name: Of the service.
 
         Raises:
-            ConfigError: A number out of range, or another word for `sampling`.
+            ConfigError: A number out of range, another word for `sampling`, or something that is no learner or no
+                checkpoint.
         """
-        _check(updates, max_lag, threads, sampling)
+        _check(learner, sampling, resume)
         self.name = name
-        self.updates = updates
-        self.max_lag = max_lag
+        self.updates = whole("updates", updates)
+        self.max_lag = whole("max_lag", max_lag, 0)
         self._envs = envs
         self._learner = learner
         self._tasks = tuple(dict.fromkeys(envs.tasks))
         self._sampling = sampling or ("weighted" if len(self._tasks) > 1 else "arrival")
         self._groups = Groups(envs.group_size, learner.groups) if isinstance(learner, GroupLearner) else None
-        self._threads = threads
+        self._threads = whole("Trainer.threads", threads)
         self._resume = resume
         self._idle = asyncio.Event()  # no update runs
         self._idle.set()
@@ -278,22 +280,26 @@ class Trainer:
             assert dropped, "a batch is finished by the ledger, and not in the assembler"
 
 
-def _check(updates: int, max_lag: int, threads: int, sampling: Sampling | None) -> None:
-    if updates < 1:
-        raise ConfigError(f"updates must be at least 1, got {updates}")
-    if max_lag < 0:
-        raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
-    if threads < 1:
-        raise ConfigError(f"Trainer.threads must be at least 1, got {threads}")
-    if sampling not in {None, *get_args(Sampling)}:
-        raise ConfigError(f"sampling must be one of {get_args(Sampling)} or None, got {sampling!r}")
-
-
 def _refuse_to_record(*, several: bool, resumed: bool) -> None:
     if several:
         raise ConfigError("a recorded run has one task and no groups: leave out Runtime(record=...)")
     if resumed:
         raise ConfigError("a run is recorded from its beginning: leave out Runtime(record=...), or resume=...")
+
+
+def _check(learner: object, sampling: object, resume: object) -> None:
+    if not isinstance(learner, Learner):
+        raise ConfigError(
+            f"learner must have update(batch), batch_size and policy, as ebrl.PPO(policy, config) has: "
+            f"this is a {type(learner).__name__}"
+        )
+    if sampling is not None and sampling not in get_args(Sampling):
+        raise ConfigError(f"sampling must be one of {get_args(Sampling)} or None, got {sampling!r}")
+    if resume is not None and not isinstance(resume, Checkpoint):
+        raise ConfigError(
+            f"resume must be a checkpoint, as Checkpointer(folder).latest() returns, or None: "
+            f"this is a {type(resume).__name__}"
+        )
 
 
 def _make_assembler(
