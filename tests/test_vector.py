@@ -396,7 +396,7 @@ def test_what_does_not_go_together() -> None:
         (scripted_spec(), {}, r"scripted is no batched simulator: use EnvGroup, or env_spec\(..., num_slots=8\)"),
         ([batched_spec(2, task="a"), batched_spec(3, task="b")], {}, "scripted has 2 slots and scripted has 3"),
         (batched_spec(), {"group_size": 3}, "4 slots are no multiple of group_size=3"),
-        (batched_spec(), {"num_groups": 0}, "num_groups must be at least 1, got 0"),
+        (batched_spec(), {"num_groups": 0}, "num_groups must be a whole number of at least 1, got 0"),
         (batched_spec(), {"program": rollout}, r"program rollout drives one environment \(EnvContext\)"),
         (replace(batched_spec(), slot_seeds=False), {"group_size": 2}, "its episodes cannot begin alike"),
     ):
