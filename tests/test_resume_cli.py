@@ -77,7 +77,9 @@ def test_a_run_goes_on_in_a_folder_that_was_moved_and_remembers_how_far_it_shall
 ) -> None:
     before, log = ((folder / name).read_bytes() for name in ("policy.safetensors", "events.jsonl"))
     assert main(["train", "--resume", str(folder), "--updates", "8"]) == 0
-    assert "the event log ends where the run did: what is resumed is not recorded" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the event log ends where the run did: what is resumed is not recorded" in out
+    assert "training CartPole-v1 from update 5" in out
     assert (folder / "events.jsonl").read_bytes() == log
     assert updates(folder) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert names(folder) == ["000003-update-5", "000004-update-6", "000005-update-8"]

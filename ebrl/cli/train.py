@@ -218,6 +218,8 @@ class Session:
         """Train until a target is reached or all updates are done."""
         config = self._config
         name = config.env if len(self._specs) > 1 else self._specs[0].id
+        if self._saved is not None:
+            name += f" from update {self._saved.update}"
         progress = RunProgress(self._console, name, config.num_updates)
         try:
             async with self._runtime as rt:

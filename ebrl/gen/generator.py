@@ -52,7 +52,8 @@ class Generator:
             batcher: When to launch; default: at first as soon as a lane is free, then as the tuner finds best.
             lanes: Batches that run at once; default: at first one, then as the tuner finds best.
             threads: Of torch, within a lane.
-            deterministic: Take the mode of the policy, as in an evaluation.
+            deterministic: Take the mode of the policy, as in an evaluation. Not for training: data of it say nothing of
+                other actions.
             name: Of the service.
 
         Raises:

@@ -4,8 +4,8 @@ Environments that run at their own pace give data in proportion to their speed: 
 the slow one has 20 % of the decisions. There are three answers:
 
 - ``arrival``: train what arrives. For one task that is right: its environments are alike.
-- ``quota``: every environment starts the same number of decisions per version, so that shares are equal, and the fast
-  ones wait (`ebrl.core.admission`).
+- ``quota``: every environment starts the same number of decisions per version, so that shares are equal over the run
+  (over each batch where `max_lag` is 0), and the fast ones wait (`ebrl.core.admission`).
 - ``weighted``: train what arrives, and let a decision count with the equal share of its task over its real one. The
   weights are those of VER (Wijmans et al. 2022, arXiv:2210.05064), there per environment and at most 1; here per task,
   within `BOUNDS`, and with mean 1, so that the learning rate means what it says.
