@@ -7,10 +7,13 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ebrl.sim.fake import ScriptedEnv, ScriptedFault
 
@@ -93,3 +96,19 @@ def opened_at_the_end() -> Iterator[None]:
         yield
     finally:
         GATE.set()
+
+
+class Slow(ScriptedEnv):
+    """Its episodes have the length that their seed says, and its resets take longer than a step."""
+
+    def __init__(self, reset_s: float = 0.01, **options: Any) -> None:
+        super().__init__(3, 2, length=seeded_length, **options)
+        self.reset_s = reset_s
+
+    def reset(self, **options: Any) -> Any:
+        time.sleep(self.reset_s)
+        return super().reset(**options)
+
+
+def seeded_length(rng: np.random.Generator) -> int:
+    return int(rng.integers(3, 12))

@@ -301,7 +301,7 @@ async def training(
 async def recording(
     program: EnvProgram,
     *,
-    spec: EnvSpec | None = None,
+    spec: EnvSpec | Sequence[EnvSpec] | None = None,
     count: int = 1,
     horizon: int = 1,
     batch_size: int = 100,
@@ -311,9 +311,10 @@ async def recording(
 ) -> AsyncIterator[EnvGroup]:
     """Run a program with a consumer that takes segments by hand and trains nothing."""
     spec = spec or scripted_spec(length=4)
+    first = spec if isinstance(spec, EnvSpec) else spec[0]
     machine = machine or VirtualMachine({"sim": lambda n, rng: STEP_S})
     async with Runtime(machine, seed=seed) as rt:
-        gen = rt.start(Generator(ScriptedPolicy(spec, horizon=horizon)))
+        gen = rt.start(Generator(ScriptedPolicy(first, horizon=horizon)))
         envs = rt.start(EnvGroup(spec, actor=gen, count=count, program=program, **group))
         envs.open_training(batch_size, max_lag=1)
         yield envs

@@ -165,6 +165,7 @@ def deterministic(
     case: Case = CASES["plain"],
     seed: int = 0,
     pauses: Mapping[int, Sequence[float]] | None = None,
+    spares: int = 0,
 ) -> Part:
     """Run to `updates`, with a snapshot after each pause that an update is followed by."""
     policy = case.policy()
@@ -176,7 +177,7 @@ def deterministic(
             gen = rt.start(Generator(policy))
             OTHER[:] = [rt.start(Generator(case.policy(seed=9), name="other")) for _ in range(2)]
             options: dict[str, Any] = {"program": case.program, "segment_length": case.segment_length}
-            envs = rt.start(EnvGroup(case.specs, actor=gen, count=4, **options))
+            envs = rt.start(EnvGroup(case.specs, actor=gen, count=4, spares=spares, **options))
             trainer = rt.start(Trainer(envs, learner, updates=updates, max_lag=0, resume=resume))
             async for report in trainer:
                 part.take(report)
@@ -247,6 +248,17 @@ def test_a_run_that_was_resumed_can_be_resumed_again_before_all_episodes_are_bac
     third = deterministic(4, second, seed=2)
     assert third.consumed == whole.consumed[2:]
     assert third.weights == whole.weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 4), (4, 2)])
+def test_spares_make_no_difference_to_a_run_that_goes_on(before: int, after: int) -> None:
+    whole = deterministic(4)
+    saving = deterministic(4, pauses={2: [3.0]}, seed=1, spares=before)
+    part = deterministic(4, saving.saved[2][0], seed=2, spares=after)
+    assert saving.consumed == whole.consumed
+    assert part.consumed == whole.consumed[2:]
+    assert part.weights == whole.weights
 
 
 async def by_hand(env: EnvContext) -> None:

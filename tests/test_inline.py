@@ -123,6 +123,22 @@ async def test_all_are_awaited_at_once_and_need_no_core() -> None:
         assert s.envs.reading().num_envs == 32
 
 
+def test_spares_are_awaited_too() -> None:
+    async def main(spares: int) -> tuple[dict[tuple[int, int], Any], float]:
+        spec = robots(step_s=1.0, length=3)
+        async with training(spec, VirtualMachine({}), count=4, batch_size=24, updates=12, spares=spares) as stage:
+            took_s = [report.elapsed_s async for report in stage.trainer]
+            now = stage.envs.statistics()
+            assert (now["resets_ready"] + now["resets_waited"] > 10) == (spares > 0)
+        return as_seen(stage.learner.decisions), took_s[-1]
+
+    (one, one_s), (other, other_s) = run_virtual(main(0)), run_virtual(main(4))
+    both = one.keys() & other.keys()
+    assert len(both) > 100
+    assert all(one[key] == other[key] for key in both)
+    assert other_s < 0.9 * one_s
+
+
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize(
     "fault",

@@ -61,8 +61,7 @@ class EnvContext:
         self.raised: Fault | None = None  # by its simulator, last
         self.recovery = group.recovery
         self.fault: Fault | None = None  # because of which the simulator is to be built anew
-        self._key = key
-        self._group, self._actor = group, group.actor
+        self._key, self._group, self._actor = key, group, group.actor
         self._admission = group.admission
         self._loop = asyncio.get_running_loop()
         self._noise = NoiseStream(group.seed, *key, 0)
@@ -265,6 +264,7 @@ class EnvContext:
             _refuse(self, "call")
         self._busy = "call"
         self.num_calls += 1
+        self._group.spares.keep(self)
         if self.recorder.log is not None:
             self.recorder.log.called = True
         decision = self.recorder.current
@@ -336,9 +336,8 @@ async def _reset_simulator(env: EnvContext) -> tuple[Observation, dict[str, Any]
     assigned = env.meter.assigned
     if assigned is None or not env._group.plan.wants(assigned[0]):
         assigned = env.meter.assigned = await _next_episode(env)
-    future: asyncio.Future[tuple[Observation, dict[str, Any]]] = env._loop.create_future()
+    future = env._group.spares.reset(env, assigned)
     try:
-        env.slot.reset(future, assigned[1])
         obs, info = await future
     except BaseException as error:
         blame_reset(env, error, future)
@@ -357,6 +356,7 @@ def _begin_episode(env: EnvContext, obs: Observation) -> None:
         env.recorder.log.begin(running)
     if env._trace is not None:
         _span(env, "reset")
+    env._group.spares.tend()
 
 
 def _close(env: EnvContext) -> None:

@@ -24,12 +24,13 @@ from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy, refuse_drop
 from ebrl.sim.hosts import SimHost
 from ebrl.sim.life import live
-from ebrl.sim.placement import make_hosts
+from ebrl.sim.placement import make_hosts, slots_of, take_memory, take_spare_memory
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import rollout
 from ebrl.sim.recorder import Recorder, cut_stale
 from ebrl.sim.recovery import Recovery
 from ebrl.sim.resume import Past, resume_group, save_group
+from ebrl.sim.spares import Spares
 from ebrl.sim.tasks import as_specs, check_even, check_groups, chosen_host, spread
 
 EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
@@ -55,6 +56,7 @@ class EnvGroup:
         actor: Actor,
         count: int,
         group_size: int = 1,
+        spares: int = 0,
         program: EnvProgram = rollout,
         host: Host | None = None,
         lanes: int | None = None,
@@ -73,11 +75,15 @@ class EnvGroup:
             count: N.
             group_size: G; consecutive environments that have one task and train from the same seeds, so that a learner
                 (GRPO) can compare their episodes. N is a multiple of it, and group i has ``spec[i % len(spec)]``.
+            spares: K, at most N; further simulators that are reset ahead with the seeds of next episodes, so that
+                environments wait less while they train, and do the same. As many are made as there is memory for. Worth
+                it where resets are slow and cores are left (`ebrl.sim.spares`).
             program: Coroutine function that runs one episode or many; called again until the group ends.
             host: ``"thread"`` or ``"process"``; default: what the spec wants. (Environments that are awaited run on the
                 loop, ``"inline"``, and nowhere else.)
-            lanes: Threads, or processes, that share the simulators; environment i belongs to lane ``i % lanes`` for
-                life. Default: one thread each up to 256, or one process per core.
+            lanes: Threads, or processes, that share the simulators, the i-th that of environment i modulo this number;
+                spares have as many of their own. Default: one thread each up to 256, or one process per core. With
+                spares it is one process each, since a process does one call at a time, and a reset would hold up all.
             segment_length: Decisions after which a segment is cut. Default: none, so that segments are as long as the
                 end of episodes and the needs of the consumer allow.
             observe: Applied to every observation, the final one of an episode included; on the loop, so keep it short.
@@ -97,6 +103,7 @@ class EnvGroup:
         """
         _check_numbers(count=count, group_size=group_size, lanes=lanes, segment_length=segment_length)
         _check_words(host=(host, Host), on_resume=(on_resume, OnResume))
+        whole("spares", spares, 0, count)
         specs = as_specs(spec)
         spec_of = spread(specs, count, group_size)
         self.specs = [specs[i] for i in spec_of]
@@ -119,7 +126,7 @@ class EnvGroup:
         self._runtime: Runtime | None = None
         self._hosts: list[SimHost] = []
         self._scope: Scope | None = None
-        self._memory: Lease | None = None
+        self._memory: list[Lease] = []
         cut = segment_length or sys.maxsize
         self._recorders = [Recorder(i, x.task, x.action_repeat, cut, self._hand_over) for i, x in enumerate(self.specs)]
         self._contexts: list[EnvContext] = []
@@ -127,7 +134,9 @@ class EnvGroup:
         self._episodes: list[Episode] = []
         self.plan = Plan(spec_of, group_size)
         self.cohorts: Cohorts | None = None
-        self.recovery = Recovery(failures or FailurePolicy(), self.tasks)
+        failures = failures or FailurePolicy()
+        self.recovery = Recovery(failures, self.tasks)
+        self.spares = Spares(spares, specs, spec_of, failures)
 
     def open(self, runtime: Runtime) -> None:
         """Take lanes; called by `Runtime.start`."""
@@ -136,14 +145,7 @@ class EnvGroup:
         self.trace = runtime.trace
         self.clock = runtime.clock
         self.replays = runtime.deterministic if self._on_resume is None else self._on_resume == "replay"
-        self._hosts = make_hosts(
-            self.specs,
-            host=self._host,
-            lanes=self._lanes,
-            machine=runtime.machine,
-            pool=runtime.claim("sim"),
-            name=self.name,
-        )
+        self._hosts = _hosts_for(self, runtime, self.specs, self.name)
         self.profile = SimulationProfile(self.name)
         runtime.profiles.add(*self.profile.stages)
         _read(self)
@@ -155,34 +157,26 @@ class EnvGroup:
 
     async def serve(self) -> None:
         """Run all programs until cancelled; each begins with its simulator."""
-        async with Scope() as scope:
-            self._scope = scope
-            assert self._runtime is not None
-            self._memory = await _take_memory(self._runtime, self.specs, self.name)
-            self.recovery.begin(self.name, self._runtime, scope, self._hosts)
-            for index, recorder in enumerate(self._recorders):
-                slots = self._hosts[index % len(self._hosts)].slots
-                context = EnvContext(self, index, slots[index // len(self._hosts)], recorder)
-                self._contexts.append(context)
-                self._past.give(context)
-                context.running = scope.start(live(self._program, context), f"{self.name}-{index}")
+        async with Scope() as self._scope:
+            await _begin(self, self._scope)
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
 
     def statistics(self) -> Mapping[str, float]:
-        """Env steps and their rate, lane time, use of the cores, who waits, the ledger, and restarts."""
+        """Env steps and their rate, lane time, use of the cores, who waits, the ledger, restarts, and resets."""
         return _statistics(self)
 
     async def aclose(self, deadline_s: float) -> None:
         """Close the simulators, each behind its running call."""
         self.admission.close()
         self.recovery.end()
+        self.spares.end()
         if self._runtime is not None:
             self._runtime.tuning.forget(self)
             _read(self)
         await asyncio.gather(*(host.aclose(deadline_s) for host in self._hosts))
-        if self._memory is not None:
-            self._memory.release()
-            self._memory = None
+        leases, self._memory = self._memory, []
+        for lease in leases:
+            lease.release()
         if self._scope is not None:
             self._scope.cancel()  # again: a program that still awaits something in a `finally` has had its time
 
@@ -193,7 +187,7 @@ class EnvGroup:
 
     @property
     def faults(self) -> Mapping[str, int]:
-        """Restarts of simulators, environments that were dropped, and threads that leaked, so far."""
+        """Restarts of simulators, environments that were dropped, and threads that leaked, so far; spares included."""
         return self.recovery.counts()
 
     @property
@@ -306,6 +300,37 @@ def _check_words(**words: tuple[str | None, Any]) -> None:
             raise ConfigError(f"{name} must be one of {get_args(known)} or None, got {word!r}")
 
 
+def _hosts_for(group: EnvGroup, runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> list[SimHost]:
+    return make_hosts(
+        specs,
+        host=group._host,
+        lanes=group._lanes,
+        machine=runtime.machine,
+        pool=runtime.claim("sim"),
+        name=name,
+        alone=bool(group.spares.specs),
+    )
+
+
+async def _begin(group: EnvGroup, scope: Scope) -> None:
+    runtime, hosts, spares = group._runtime, group._hosts, group.spares
+    assert runtime is not None
+    slots = slots_of(hosts)
+    lease = await take_memory(runtime, group.specs, group.name)
+    num, more = take_spare_memory(runtime, spares.specs, group.name)
+    group._memory = [each for each in (lease, more) if each is not None]
+    group.recovery.begin(group.name, runtime, scope, hosts)
+    if num:
+        further = _hosts_for(group, runtime, spares.specs[:num], f"{group.name}-spare")
+        spares.begin(group, further)
+        hosts += further
+    for index, recorder in enumerate(group._recorders):
+        context = EnvContext(group, index, slots[index], recorder)
+        group._contexts.append(context)
+        group._past.give(context)
+        context.running = scope.start(live(group._program, context), f"{group.name}-{index}")
+
+
 def _open_admission(
     group: EnvGroup, batch_size: int, max_lag: int, *, quota: bool, groups: bool, saved: SavedExperience | None
 ) -> None:
@@ -363,6 +388,7 @@ def _statistics(group: EnvGroup) -> dict[str, float]:
         "in_flight": ledger.in_flight,
         **{f"dropped_{reason}": num for reason, num in ledger.dropped.items()},
         **group.recovery.counts(),
+        **group.spares.counts(),
     }
 
 
@@ -373,21 +399,7 @@ def _read(group: EnvGroup) -> dict[str, float]:
     for host in group._hosts:
         host.times.move(profile)
     busy_s = sum(host.busy_s for host in group._hosts)
-    cores = min(group._runtime.resources.pool("cores").units, group.count)
+    cores = min(group._runtime.resources.pool("cores").units, sum(len(host.slots) for host in group._hosts))
     resets = sum(context.episode + 1 for context in group._contexts) - group._past.episodes
     profile.reset.read(now_s, resets, 0.0)
     return profile.step.read(now_s, group.env_steps - group._past.env_steps, busy_s, cores)
-
-
-async def _take_memory(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Lease | None:
-    """Take what the simulators will need, for good; waits for groups that are there already."""
-    wanted = sum(spec.memory_mib for spec in specs)
-    if not wanted:
-        return None
-    pool = runtime.resources.pool("memory")
-    if wanted > pool.units:
-        sizes = " to ".join(map(str, sorted({min(s.memory_mib for s in specs), max(s.memory_mib for s in specs)})))
-        raise ConfigError(
-            f"{name}: {len(specs)} simulators of {sizes} MiB do not fit into {pool.units} MiB: use a smaller count"
-        )
-    return await pool.acquire(wanted, name)

@@ -36,7 +36,7 @@ class Slot(Protocol):
     Each method completes `future`, which the caller made. A cancelled call that has not begun does not run.
 
     Attributes:
-        env: Index of its environment, for messages.
+        env: Index of its environment, or of a spare after those of all environments; for messages.
         built: Whether there is a simulator.
         innocent: It was lost because of another one that shares its thread or process.
     """

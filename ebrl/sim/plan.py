@@ -104,6 +104,10 @@ class Plan:
             return episode, episode_seed(self._train_seed, env // self._group_size, episode)
         return self._queues[self._task_of[env]].popleft()
 
+    def ahead(self, env: int, episode: int) -> tuple[int, int] | None:
+        """Return what `next` will return, where that is known beforehand: in training."""
+        return None if self._train_seed is None else self.next(env, episode)
+
     def give_back(self, env: int, episode: tuple[int, int]) -> None:
         """An episode that `next` gave to `env` came to nothing: of a list somebody runs it again, of others nobody."""
         if self._train_seed is None and episode[0] in self._positions:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -166,7 +166,12 @@ def blame_reset(
 
 
 class Recovery:
-    """The failure handling of one group."""
+    """The failure handling of one group.
+
+    Attributes:
+        policy: What is done.
+        num_spare_restarts: Of simulators that nobody waited for; counted by `ebrl.sim.spares`.
+    """
 
     def __init__(self, policy: FailurePolicy, tasks: Sequence[str], what: str = "env") -> None:
         """Describe it.
@@ -181,7 +186,8 @@ class Recovery:
         self._name = ""
         self._failures = Failures(policy, list(tasks), what)
         self._building: dict[int, asyncio.Future[None]] = {}
-        self._hosts: Sequence[Watched] = ()
+        self.num_spare_restarts = 0
+        self._hosts: list[Watched] = []
         self._runtime: Runtime
         self._scope: Scope
         self._watch: Watch | None = None
@@ -199,10 +205,20 @@ class Recovery:
         Raises:
             ConfigError: A spec cannot be sent to a process.
         """
-        self._name, self._runtime, self._scope, self._hosts = name, runtime, scope, hosts
-        self._watch = watch = Watch(hosts, self.policy, runtime.machine)
+        self._name, self._runtime, self._scope = name, runtime, scope
+        self._watch = Watch(self._hosts, self.policy, runtime.machine)
+        self.start(hosts)
+
+    def start(self, hosts: Iterable[Watched]) -> None:
+        """Start hosts, now or later, and look from then on for what hangs in them.
+
+        Raises:
+            ConfigError: A spec cannot be sent to a process.
+        """
+        assert self._watch is not None
         for host in hosts:
-            host.start(watch.arm)
+            self._hosts.append(host)
+            host.start(self._watch.arm)
 
     def end(self) -> None:
         """The group ends: nobody is waited for any more, and so nobody hangs."""
@@ -217,7 +233,7 @@ class Recovery:
     def counts(self) -> Mapping[str, int]:
         """Return what was done so far."""
         return {
-            "restarts": self._failures.num_restarts,
+            "restarts": self._failures.num_restarts + self.num_spare_restarts,
             "dropped_envs": len(self.dropped),
             "leaked_threads": sum(host.num_leaked for host in self._hosts),
         }
@@ -284,7 +300,7 @@ class Recovery:
             verdict = self._failures.decide(env.index, loop.time(), charged=not fault.innocent)
             if isinstance(verdict, Restart):
                 fault.until_s = loop.time() + verdict.after_s
-                self._tell(fault, verdict.after_s)
+                tell(self._name, self.counts()["restarts"], fault, verdict.after_s)
             else:
                 fault.until_s = math.inf
                 if isinstance(verdict, Drop):
@@ -295,15 +311,6 @@ class Recovery:
             await loop.create_future()  # the end comes as a cancellation
         if fault.until_s > loop.time():
             await asyncio.sleep(fault.until_s - loop.time())
-
-    def _tell(self, fault: Fault, after_s: float) -> None:
-        num = self._failures.num_restarts
-        loud = num <= TOLD or num & (num - 1) == 0
-        logger.log(
-            logging.WARNING if loud else logging.DEBUG,
-            "%s: restart %d, in %.3g s: %s%r [%s]",
-            self._name, num, after_s, "lost with another one: " if fault.innocent else "", fault.error, fault.where,
-        )  # fmt: skip
 
     def _drop(self, env: Failing, fault: Fault) -> None:
         left = len(self._failures.tasks) - len(self.dropped)
@@ -385,6 +392,16 @@ class Watch:
         deadline_s = self._policy.deadline_s(running.phase)
         if deadline_s is not None and (looks - 1) * self._every_s >= deadline_s:
             host.give_up(running, CallTimeout(f"a {running.phase} has not ended within {deadline_s:g} s"))
+
+
+def tell(name: str, num: int, fault: Fault, after_s: float) -> None:
+    """Log the restart number `num` of a group, in `after_s`; the first ones all, and later ones rarely."""
+    loud = num <= TOLD or num & (num - 1) == 0
+    logger.log(
+        logging.WARNING if loud else logging.DEBUG,
+        "%s: restart %d, in %.3g s: %s%r [%s]",
+        name, num, after_s, "lost with another one: " if fault.innocent else "", fault.error, fault.where,
+    )  # fmt: skip
 
 
 def _consists_of(error: BaseException, part: BaseException) -> bool:

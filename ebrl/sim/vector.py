@@ -23,8 +23,8 @@ from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
 from ebrl.sim.cohorts import Cohorts
 from ebrl.sim.failures import FailurePolicy, refuse_drop
-from ebrl.sim.group import _take_memory
 from ebrl.sim.life import live
+from ebrl.sim.placement import take_memory
 from ebrl.sim.plan import Plan
 from ebrl.sim.programs import vector_rollout
 from ebrl.sim.recorder import Recorder, cut_stale
@@ -168,7 +168,7 @@ class VectorGroup:
         async with Scope() as scope:
             self._scope = scope
             assert self._runtime is not None
-            self._memory = await _take_memory(self._runtime, self.specs[:: self.num_slots], self.name)
+            self._memory = await take_memory(self._runtime, self.specs[:: self.num_slots], self.name)
             self.recovery.begin(self.name, self._runtime, scope, self._hosts)
             for context in self.contexts:
                 context.running = scope.start(live(self._program, context), f"{self.name}-{context.index}")
