@@ -20,6 +20,7 @@ from ebrl.core.protocols import Machine
 from ebrl.core.readings import Move
 from ebrl.core.records import Array, EnvSpec, TrainBatch
 from ebrl.core.virtual_machine import spend
+from ebrl.train.sampling import Sampling
 
 UNTRAINED_ROUNDS = 8  # decisions per environment in a "batch" of a workload that trains nothing
 UNTRAINED_LAG = 4  # so many of them may be open: more than ever are, so that credit does not limit anything
@@ -108,10 +109,17 @@ class Rig:
         moves: What the tuner did.
         num_decisions: How often the tuner was asked.
         busy: Busy seconds by kind of lane over all time, as a part of what there is.
+        resets: How many were ready, waited for, and done without a spare.
     """
 
     def __init__(
-        self, conditions: Conditions, tally: Counting, machine: Machine, seed: int = 0, work: Work | None = None
+        self,
+        conditions: Conditions,
+        tally: Counting,
+        machine: Machine,
+        seed: int = 0,
+        work: Work | None = None,
+        spares: int = 0,
     ) -> None:
         self.workload = workload = conditions.workload
         self._conditions = conditions
@@ -119,10 +127,12 @@ class Rig:
         self.machine = machine
         self.seed = seed
         self._work = work or Work()
-        self.units = [Unit(conditions, index, seed) for index in range(workload.num_units)]
+        self._spares = spares
+        self.units = [Unit(conditions, index, seed) for index in range(workload.num_units + spares)]
         self.moves: tuple[Move, ...] = ()
         self.num_decisions = 0
         self.busy: dict[str, float] = {}
+        self.resets: dict[str, float] = {}
 
     async def run(
         self,
@@ -130,6 +140,7 @@ class Rig:
         batcher: Batcher | None = None,
         lanes: int = 1,
         max_lag: int = 1,
+        quota: int = 0,
     ) -> None:
         """Run until the tally is done.
 
@@ -137,9 +148,10 @@ class Rig:
             batcher: Pins the rule; None: the tuner finds it.
             lanes: Of generation.
             max_lag: Where something is trained.
+            quota: Decisions of every environment in each batch, which all wait for; 0: whoever decides first has more.
         """
         workload, tally, slots = self.workload, self.tally, self.workload.simulator.slots_per_unit
-        batch_size = workload.batch_size // slots or UNTRAINED_ROUNDS * workload.num_units
+        batch_size = workload.batch_size // slots or (quota or UNTRAINED_ROUNDS) * workload.num_units
         spec = self._spec()
         policy = RowPolicy(self._conditions, tally, self._work)
         learner = TimedLearner(policy, batch_size, self._conditions, tally)
@@ -154,17 +166,20 @@ class Rig:
                     count=workload.num_units,
                     host="thread",
                     lanes=workload.num_units,
+                    spares=self._spares,
                     failures=FailurePolicy(build_s=None, reset_s=None, call_s=None),  # some laws have long tails
                 )
             )
-            lag = max_lag if workload.training else UNTRAINED_LAG
-            trainer = rt.start(Trainer(envs, learner, updates=1_000_000, max_lag=lag))
+            lag = 0 if quota else max_lag if workload.training else UNTRAINED_LAG
+            sampling: Sampling | None = "quota" if quota else None
+            trainer = rt.start(Trainer(envs, learner, updates=1_000_000, max_lag=lag, sampling=sampling))
             updating = rt.spawn(_consume(trainer), "updates")
             await tally.done.wait()
             updating.cancel()
             self.moves, self.num_decisions = rt.tuning.moves, rt.tuning.num_decisions
             elapsed_s = clock() - began_s
-            cores = min(self.machine.num_cores, workload.num_units)
+            cores = min(self.machine.num_cores, len(self.units))
+            self.resets = {name: num for name, num in envs.statistics().items() if name.startswith("resets_")}
             self.busy = {
                 "cores": envs.statistics()["busy_s"] / elapsed_s / cores,
                 "gen": gen.statistics()["busy_s"] / elapsed_s / lanes,
