@@ -32,7 +32,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
-from bench.report import at_least, finish, parser, show, spread
+from bench.report import COUNT, Number, at_least, command, finish, parser, show, spread
 from ebrl import Generator, PolicyOut, Runtime, TorchPolicy, Trainer, VectorGroup, env_spec, run, run_virtual
 from ebrl.core.machine import LocalMachine
 from ebrl.core.protocols import Machine
@@ -157,16 +157,24 @@ def real(case: Row, rounds: int, repetitions: int) -> dict[str, Any]:
     return {"one": one, "two": two, "ratio": statistics.median([pair[1] / pair[0] for pair in pairs])}
 
 
-def arguments() -> argparse.ArgumentParser:
+MILLISECONDS = Number(float, 0.001, 60_000.0)
+
+
+def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--step-ms", type=float, default=40.0, help="of a step of all slots, and of a choice of actions")
-    made.add_argument("--rounds", type=int, default=100, help="decisions of each slot")
-    made.add_argument("--repetitions", type=int, default=3, help="in real time")
-    return made
+    made.add_argument(
+        "--step-ms", type=MILLISECONDS, default=40.0, help="of a step of all slots, and of a choice of actions"
+    )
+    made.add_argument("--rounds", type=COUNT, default=100, help="decisions of each slot")
+    made.add_argument("--repetitions", type=COUNT, default=3, help="in real time")
+    return made.parse_args()
 
 
 def main() -> int:
-    args = arguments().parse_args()
+    return command(answer, arguments())
+
+
+def answer(args: argparse.Namespace) -> int:
     step_s = 1e-3 * (2.0 if args.smoke else args.step_ms)
     rounds, repetitions = (5, 1) if args.smoke else (args.rounds, args.repetitions)
     data: dict[str, Any] = {}
