@@ -14,11 +14,12 @@ from ebrl.core.leases import Lease
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
 from ebrl.core.readings import SimReading
-from ebrl.core.records import EnvSpec, Episode, Host, Observation, Segment
+from ebrl.core.records import EnvSpec, Episode, Host, Observation, Place, Segment
 from ebrl.core.runtime import Runtime
 from ebrl.core.saved import SavedExperience
 from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
+from ebrl.sim.auto import Choice, choose
 from ebrl.sim.cohorts import Cohorts
 from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy, refuse_drop
@@ -45,6 +46,7 @@ class EnvGroup:
 
     Attributes:
         specs: Of each environment.
+        choice: Where ``host="auto"`` has simulators run, and why; None until that is known, and with other hosts.
         profile: What is known of steps, resets and turn-arounds; as of the last call of `statistics`.
     """
 
@@ -74,7 +76,8 @@ class EnvGroup:
             group_size: G; consecutive environments that have one task and train from the same seeds, so that a learner
                 (GRPO) can compare their episodes. N is a multiple of it, and group i has ``spec[i % len(spec)]``.
             program: Coroutine function that runs one episode or many; called again until the group ends.
-            host: ``"thread"`` or ``"process"``; default: what the spec wants. (Environments that are awaited run on the
+            host: ``"thread"``, ``"process"``, or ``"auto"``: that in which simulators do more steps, found out when the
+                group starts (`ebrl.sim.auto`). Default: what the spec wants. (Environments that are awaited run on the
                 loop, ``"inline"``, and nowhere else.)
             lanes: Threads, or processes, that share the simulators; environment i belongs to lane ``i % lanes`` for
                 life. Default: one thread each up to 256, or one process per core.
@@ -111,6 +114,7 @@ class EnvGroup:
         self.clock = time.monotonic
         self.admission = Admission(count)
         self.profile = SimulationProfile(name)
+        self.choice: Choice | None = None
         self._program = program
         self._on_resume = on_resume
         self._past = Past()
@@ -136,14 +140,8 @@ class EnvGroup:
         self.trace = runtime.trace
         self.clock = runtime.clock
         self.replays = runtime.deterministic if self._on_resume is None else self._on_resume == "replay"
-        self._hosts = make_hosts(
-            self.specs,
-            host=self._host,
-            lanes=self._lanes,
-            machine=runtime.machine,
-            pool=runtime.claim("sim"),
-            name=self.name,
-        )
+        if self._host != "auto":
+            _place(self, self._host)
         self.profile = SimulationProfile(self.name)
         runtime.profiles.add(*self.profile.stages)
         _read(self)
@@ -158,6 +156,9 @@ class EnvGroup:
         async with Scope() as scope:
             self._scope = scope
             assert self._runtime is not None
+            if self._host == "auto":
+                self.choice = await choose(self._runtime, self.specs, lanes=self._lanes, name=self.name)
+                _place(self, self.choice.host)
             self._memory = await _take_memory(self._runtime, self.specs, self.name)
             self.recovery.begin(self.name, self._runtime, scope, self._hosts)
             for index, recorder in enumerate(self._recorders):
@@ -335,6 +336,19 @@ def _open_admission(
         runtime.events.describe("groups", group.name, **facts)
 
 
+def _place(group: EnvGroup, place: Place) -> None:
+    runtime = group._runtime
+    assert runtime is not None
+    group._hosts = make_hosts(
+        group.specs,
+        host=place,
+        lanes=group._lanes,
+        machine=runtime.machine,
+        pool=runtime.claim("sim"),
+        name=group.name,
+    )
+
+
 def _reading(group: EnvGroup) -> SimReading:
     assert group._runtime is not None
     claim, hosts = group._runtime.claim("sim"), group._hosts
@@ -345,7 +359,7 @@ def _reading(group: EnvGroup) -> SimReading:
         num_steps=group.env_steps - group._past.env_steps,
         busy_s=sum(host.busy_s for host in hosts),
         num_cores=claim.account.ceiling if claim is not None else group._runtime.machine.num_cores,
-        cpu_part=sum(host.times.cpu_part() for host in hosts) / len(hosts),
+        cpu_part=sum(host.times.cpu_part() for host in hosts) / len(hosts) if hosts else 1.0,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ebrl.core.errors import ConfigError
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Machine
-from ebrl.core.records import EnvSpec, Host
+from ebrl.core.records import EnvSpec, Place
 from ebrl.sim.hosts import SimHost, ThreadHost
 from ebrl.sim.inline import InlineHost
 from ebrl.sim.process import ProcessHost
@@ -19,7 +19,7 @@ MAX_THREADS = 256
 def make_hosts(
     specs: Sequence[EnvSpec],
     *,
-    host: Host,
+    host: Place,
     lanes: int | None,
     machine: Machine,
     pool: Lender | None,
