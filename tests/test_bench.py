@@ -24,7 +24,18 @@ BENCHES = [path.stem for path in SCRIPTS]  # the others are what they share
 
 
 def test_what_there_is() -> None:
-    assert BENCHES == ["convergence", "gates", "lag", "overhead", "pipelining", "quickstart", "rollout", "soak", "twin"]
+    assert BENCHES == [
+        "convergence",
+        "gates",
+        "lag",
+        "overhead",
+        "pipelining",
+        "quickstart",
+        "rollout",
+        "sims",
+        "soak",
+        "twin",
+    ]
 
 
 @pytest.mark.slow
