@@ -32,6 +32,7 @@ def test_what_there_is() -> None:
         "pipelining",
         "quickstart",
         "rollout",
+        "sims",
         "soak",
         "spares",
         "twin",

@@ -114,6 +114,20 @@ def test_actions_from_a_list() -> None:
     assert run_virtual(main(inline)) == run_virtual(main(thread))
 
 
+AUTO = env_spec(Robot, host="auto")
+
+
+@virtually
+async def test_where_they_run_is_not_to_be_found_out() -> None:
+    assert AUTO.host == "inline"
+    async with training(robots(length=5), host="auto") as s:
+        assert len([report async for report in s.trainer]) == 4
+        assert s.envs.choice is None
+    mixed = [replace(ROBOT, task="a"), replace(ROBOT, task="b", host="thread")]
+    with pytest.raises(ConfigError, match='wants host="inline", Robot host="thread"'):
+        EnvGroup(mixed, actor=s.gen, count=2, host="auto")
+
+
 @virtually
 async def test_all_are_awaited_at_once_and_need_no_core() -> None:
     async with training(robots(step_s=1.0, length=50), VirtualMachine({}, num_cores=1), count=32, batch_size=320) as s:

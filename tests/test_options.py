@@ -108,7 +108,7 @@ def test_options_of_trainers(options: dict[str, Any], message: str) -> None:
         ({"count": "2"}, "count must be a whole number of at least 1, got '2'"),
         ({"group_size": 2.5}, "group_size must be a whole number of at least 1, got 2.5"),
         ({"lanes": 0}, "lanes must be a whole number of at least 1, got 0"),
-        ({"host": "proces"}, "host must be one of ('thread', 'process', 'inline') or None, got 'proces'"),
+        ({"host": "proces"}, "host must be one of ('thread', 'process', 'inline', 'auto') or None, got 'proces'"),
         ({"on_resume": "reply"}, "on_resume must be one of ('next', 'replay') or None, got 'reply'"),
         ({"count": 10, "group_size": 4}, "count=10 is no multiple of group_size=4: use count=12"),
     ],

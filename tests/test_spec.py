@@ -149,7 +149,7 @@ def test_an_environment_that_contradicts_itself_is_found_at_once() -> None:
         ({"horizon": True}, "horizon"),
         ({"action_repeat": 0}, "action_repeat"),
         ({"action_repeat": 1.5}, "action_repeat"),
-        ({"host": "gpu"}, "host must be one of .*'inline'.* or None, got 'gpu'"),
+        ({"host": "gpu"}, "host must be one of .*'inline', 'auto'.* or None, got 'gpu'"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:

@@ -97,10 +97,10 @@ def test_tasks_need_names_and_there_must_be_one() -> None:
 def test_hosts_must_agree_unless_one_is_chosen() -> None:
     other = replace(LONG, host="process")
     assert common_host([SHORT, LONG]) == "thread"
-    with pytest.raises(ConfigError, match=r"wants to run in a thread, scripted in a process: pass host="):
+    with pytest.raises(ConfigError, match='wants host="thread", scripted host="process": give one to the group'):
         common_host([SHORT, other])
     actor = Generator(ScriptedPolicy(SHORT))
-    with pytest.raises(ConfigError, match="wants to run in a thread"):
+    with pytest.raises(ConfigError, match="wants host="):
         EnvGroup([SHORT, other], actor=actor, count=2)
     assert EnvGroup([SHORT, other], actor=actor, count=2, host="thread").tasks == ["short", "long"]
 

@@ -29,7 +29,8 @@ class TrainConfig:
         horizon: Simulator steps after which an episode is truncated; default: the environment's own.
         action_repeat: Simulator steps for which each action is applied.
         num_envs: Environments.
-        host: Where they run; default: what the environment wants.
+        host: Where they run, or ``auto``: where they do more steps, which is tried out; default: what the environment
+            wants.
         lanes: Threads or processes that share them; default: one thread each, or one process per core.
         hidden: Widths of the policy's hidden layers.
         memory_size: Numbers that the policy remembers within an episode; 0: none.
@@ -187,7 +188,7 @@ class ProbeConfig:
         target: Folder of a run of ``ebrl train``: its policy is measured. Anything else is the id of an environment.
         env_kwargs: Passed to the environment; values are read as Python literals where they are some.
         horizon: Simulator steps after which an episode is truncated; default: the environment's own.
-        host: Where simulators run; default: what the environment wants.
+        host: Where simulators run, or ``auto``, as for ``ebrl train``; default: what the environment wants.
         policy: Measure also the policy that ``ebrl train`` would begin with in this environment.
         hidden: Widths of the hidden layers of that policy; default: those of ``ebrl train``.
         memory_size: Numbers that it remembers; default: none.

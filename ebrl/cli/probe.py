@@ -22,7 +22,9 @@ from ebrl.core.records import EnvSpec
 from ebrl.core.run import run
 from ebrl.core.runtime import Runtime
 from ebrl.gen.probe import PolicyProbe, probe_policy
-from ebrl.sim.probe import SimulationProbe, probe_simulators, records
+from ebrl.sim.auto import Choice, choose
+from ebrl.sim.players import SimulationProbe
+from ebrl.sim.probe import probe_simulators, records
 
 ENVS, GEN = "envs", "gen"  # the names that services have unless they are given others
 MAX_BATCH = 64
@@ -55,12 +57,12 @@ def probe(config: ProbeConfig) -> int:
     machine = LocalMachine()
     check_update(config.out, machine)
     plan = make_plan(config)
-    found, batches = run(measure(config, plan, machine))
+    found, batches, choice = run(measure(config, plan, machine))
     console = Console()
     stages: list[StageRecord] = []
     if found:
         stages += records(found, ENVS)
-        say(console, *simulation_lines(plan.spec, config, found))
+        say(console, *simulation_lines(plan.spec, found, choice))
     if batches is not None:
         stages.append(batches.record(GEN))
         say(console, *policy_lines(plan.title, batches, stages[-1]))
@@ -107,15 +109,23 @@ def given(config: ProbeConfig, *names: str) -> list[str]:
 
 async def measure(
     config: ProbeConfig, plan: Plan, machine: LocalMachine
-) -> tuple[list[SimulationProbe], PolicyProbe | None]:
-    """Measure simulators alone and as many as there are cores, then the policy."""
+) -> tuple[list[SimulationProbe], PolicyProbe | None, Choice | None]:
+    """Measure simulators alone and as many as there are cores, then the policy; the last: where, if that was open."""
     found: list[SimulationProbe] = []
-    batches = None
+    batches = choice = None
+    spec = plan.spec
     async with Runtime(machine, seed=config.seed, tune=False) as rt:
         if plan.simulators:
+            if spec.host == "auto":
+                choice = await choose(rt, [spec] * machine.num_cores, name=ENVS)
+                place = choice.host
+            else:
+                place = spec.host
             counts = sorted({1, machine.num_cores})
             seconds = config.seconds / len(counts)
-            found = [await probe_simulators(rt, plan.spec, num, seconds=seconds, seed=config.seed) for num in counts]
+            found = [
+                await probe_simulators(rt, spec, num, seconds=seconds, host=place, seed=config.seed) for num in counts
+            ]
         if plan.policy is not None:
             batches = await probe_policy(
                 rt,
@@ -125,14 +135,16 @@ async def measure(
                 seconds=config.seconds,
                 seed=config.seed,
             )
-    return found, batches
+    return found, batches, choice
 
 
-def simulation_lines(spec: EnvSpec, config: ProbeConfig, found: list[SimulationProbe]) -> list[str]:
+def simulation_lines(spec: EnvSpec, found: list[SimulationProbe], choice: Choice | None) -> list[str]:
     """Return the table of the simulators."""
-    place = "process" if (config.host or spec.host) == "process" else "thread"
+    place = spec.host if choice is None else choice.host
+    where = "the loop" if place == "inline" else f"a {place}"
     lines = [
-        f"{spec.id}: random actions, a {place} for each simulator",
+        *([] if choice is None else [f"simulators run in {choice}"]),
+        f"{spec.id}: random actions, {where} for each simulator",
         f"{'simulators':>10} {'step ms':>9} {'median':>9} {'p99':>9} {'reset ms':>9} {'steps/s':>10}",
     ]
     for probed in found:

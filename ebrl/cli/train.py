@@ -199,6 +199,7 @@ class Session:
         )
         self._actor: Generator | None = None
         self._num_moves = 0
+        self._told_host = False
         self._last = "no evaluation"
         self._evaluation: tuple[Generator, EnvGroup] | None = None
 
@@ -240,6 +241,7 @@ class Session:
                         scalars = flatten(report) | {f"tuner/{k}": v for k, v in statistics["tuner"].items()}
                         await io.run(self._metrics.write, report.env_steps, scalars, self._new_moves(rt))
                         progress.show(report, statistics)
+                        self._tell_host(envs)
                         if config.checkpoint_every and self._due(report, config.checkpoint_every):
                             await self._saves.save(trainer)
                         if config.evaluates and self._due(report, config.eval_every):
@@ -259,6 +261,12 @@ class Session:
         """Return what the tuner did since this was asked last."""
         num, self._num_moves = rt.tuning.num_moves - self._num_moves, rt.tuning.num_moves
         return [f"{move.time_s:.1f} s {move}" for move in rt.tuning.moves[-num:]] if num else []
+
+    def _tell_host(self, envs: EnvGroup) -> None:
+        """Say once where simulators run, if that was found out."""
+        if envs.choice is not None and not self._told_host:
+            self._told_host = True
+            self._console.print(f"simulators run in {envs.choice}", soft_wrap=True, highlight=False, markup=False)
 
     def _group(self, actor: Generator, count: int, name: str) -> EnvGroup:
         failures = FailurePolicy(self._config.failures)

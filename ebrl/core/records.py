@@ -21,7 +21,11 @@ from ebrl.core.errors import ConfigError, is_a
 
 Array: TypeAlias = NDArray[Any]
 Observation: TypeAlias = "Array | dict[str, Array]"
-Host: TypeAlias = Literal["thread", "process", "inline"]
+Place: TypeAlias = Literal["thread", "process", "inline"]
+"""Where a simulator runs."""
+
+Host: TypeAlias = Literal["thread", "process", "inline", "auto"]
+"""Where it is to run: ``"auto"`` is a thread or a process, whichever is found to be better (`ebrl.sim.auto`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class EnvSpec:
         memory_mib: That one simulator takes, taken from the ``memory`` pool before it is built; 0: not known.
         num_slots: M: `make` builds a batched simulator, a ``gymnasium.vector.VectorEnv`` of so many; 0: a single one.
         slot_seeds: Of a batched simulator, whether a reset gives every slot a seed of its own.
+        crashes: It is known to take its process with it now and then: ``host="auto"`` is a process then.
     """
 
     id: str
@@ -80,6 +85,7 @@ class EnvSpec:
     memory_mib: int = 0
     num_slots: int = 0
     slot_seeds: bool = True
+    crashes: bool = False
 
 
 @dataclass(slots=True)

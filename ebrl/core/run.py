@@ -21,7 +21,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         main: The program.
     """
     terminated: list[bool] = []
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             return runner.run(_heeding_sigterm(main, terminated))
         except (asyncio.CancelledError, KeyboardInterrupt) as error:
@@ -48,7 +48,8 @@ async def _heeding_sigterm(main: Coroutine[Any, Any, T], terminated: list[bool])
             loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return what makes uvloop's event loops where it is installed; None: asyncio's own."""
     try:
         import uvloop
     except ImportError:

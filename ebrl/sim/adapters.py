@@ -23,6 +23,10 @@ ADAPTERS: Final = {
 }
 """First part of an id, and the name of the module in `ebrl.sim.envs` and of the extra that brings the simulator."""
 
+CRASH_BY_OSMESA: Final = frozenset({"LIBERO", "robosuite"})
+"""Drawn by OSMesa, LIBERO ended its process (2 of 2 times) when another thread used what one had made; robosuite draws
+for it."""
+
 NO_GL: Final = "glx"
 """Value of ``MUJOCO_GL`` with which everything can be imported where nothing can be drawn."""
 
@@ -65,6 +69,8 @@ class Wanted:
         blank = ArraySpec((), "float32")
         # Else steps that hold the lock, and resets of which one thread at a time is capable.
         host = self.host or ("thread" if num_slots else "process")
+        first = self.name.partition("/")[0]
+        by_osmesa = bool(self.kwargs.get("cameras")) and os.environ.get("MUJOCO_GL") == "osmesa"
         return EnvSpec(
             name,
             make,
@@ -76,6 +82,7 @@ class Wanted:
             host,
             memory_mib=memory_mib,
             num_slots=num_slots,
+            crashes=by_osmesa and first in CRASH_BY_OSMESA,
         )
 
 

@@ -33,7 +33,7 @@ def check_awaited(spec: EnvSpec, host: Host | None) -> None:
     Raises:
         ConfigError: The chosen host cannot run it.
     """
-    if host is None or (host == "inline") == (spec.host == "inline"):
+    if host in (None, "auto") or (host == "inline") == (spec.host == "inline"):
         return
     if host == "inline":
         raise not_awaited(spec.id)

@@ -14,11 +14,12 @@ from ebrl.core.leases import Lease
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
 from ebrl.core.readings import SimReading
-from ebrl.core.records import EnvSpec, Episode, Host, Observation, Segment
+from ebrl.core.records import EnvSpec, Episode, Host, Observation, Place, Segment
 from ebrl.core.runtime import Runtime
 from ebrl.core.saved import SavedExperience
 from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
+from ebrl.sim.auto import Choice, choose
 from ebrl.sim.cohorts import Cohorts
 from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy, refuse_drop
@@ -46,6 +47,7 @@ class EnvGroup:
 
     Attributes:
         specs: Of each environment.
+        choice: Where ``host="auto"`` has simulators run, and why; None until that is known, and with other hosts.
         profile: What is known of steps, resets and turn-arounds; as of the last call of `statistics`.
     """
 
@@ -79,7 +81,8 @@ class EnvGroup:
                 environments wait less while they train, and do the same. As many are made as there is memory for. Worth
                 it where resets are slow and cores are left (`ebrl.sim.spares`).
             program: Coroutine function that runs one episode or many; called again until the group ends.
-            host: ``"thread"`` or ``"process"``; default: what the spec wants. (Environments that are awaited run on the
+            host: ``"thread"``, ``"process"``, or ``"auto"``: that in which simulators do more steps, found out when the
+                group starts (`ebrl.sim.auto`). Default: what the spec wants. (Environments that are awaited run on the
                 loop, ``"inline"``, and nowhere else.)
             lanes: Threads, or processes, that share the simulators, the i-th that of environment i modulo this number;
                 spares have as many of their own. Default: one thread each up to 256, or one process per core. With
@@ -118,6 +121,7 @@ class EnvGroup:
         self.clock = time.monotonic
         self.admission = Admission(count)
         self.profile = SimulationProfile(name)
+        self.choice: Choice | None = None
         self._program = program
         self._on_resume = on_resume
         self._past = Past()
@@ -145,7 +149,8 @@ class EnvGroup:
         self.trace = runtime.trace
         self.clock = runtime.clock
         self.replays = runtime.deterministic if self._on_resume is None else self._on_resume == "replay"
-        self._hosts = _hosts_for(self, runtime, self.specs, self.name)
+        if self._host != "auto":
+            self._hosts = _hosts_for(self, runtime, self._host, self.specs, self.name)
         self.profile = SimulationProfile(self.name)
         runtime.profiles.add(*self.profile.stages)
         _read(self)
@@ -300,10 +305,10 @@ def _check_words(**words: tuple[str | None, Any]) -> None:
             raise ConfigError(f"{name} must be one of {get_args(known)} or None, got {word!r}")
 
 
-def _hosts_for(group: EnvGroup, runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> list[SimHost]:
+def _hosts_for(group: EnvGroup, runtime: Runtime, place: Place, specs: Sequence[EnvSpec], name: str) -> list[SimHost]:
     return make_hosts(
         specs,
-        host=group._host,
+        host=place,
         lanes=group._lanes,
         machine=runtime.machine,
         pool=runtime.claim("sim"),
@@ -313,15 +318,20 @@ def _hosts_for(group: EnvGroup, runtime: Runtime, specs: Sequence[EnvSpec], name
 
 
 async def _begin(group: EnvGroup, scope: Scope) -> None:
-    runtime, hosts, spares = group._runtime, group._hosts, group.spares
+    runtime, place, spares = group._runtime, group._host, group.spares
     assert runtime is not None
+    if place == "auto":
+        group.choice = await choose(runtime, group.specs, lanes=group._lanes, name=group.name)
+        place = group.choice.host
+        group._hosts = _hosts_for(group, runtime, place, group.specs, group.name)
+    hosts = group._hosts
     slots = slots_of(hosts)
     lease = await take_memory(runtime, group.specs, group.name)
     num, more = take_spare_memory(runtime, spares.specs, group.name)
     group._memory = [each for each in (lease, more) if each is not None]
     group.recovery.begin(group.name, runtime, scope, hosts)
     if num:
-        further = _hosts_for(group, runtime, spares.specs[:num], f"{group.name}-spare")
+        further = _hosts_for(group, runtime, place, spares.specs[:num], f"{group.name}-spare")
         spares.begin(group, further)
         hosts += further
     for index, recorder in enumerate(group._recorders):
@@ -370,7 +380,7 @@ def _reading(group: EnvGroup) -> SimReading:
         num_steps=group.env_steps - group._past.env_steps,
         busy_s=sum(host.busy_s for host in hosts),
         num_cores=claim.account.ceiling if claim is not None else group._runtime.machine.num_cores,
-        cpu_part=sum(host.times.cpu_part() for host in hosts) / len(hosts),
+        cpu_part=sum(host.times.cpu_part() for host in hosts) / len(hosts) if hosts else 1.0,
     )
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from ebrl.core.errors import ConfigError
 from ebrl.core.leases import Lease, Lender
 from ebrl.core.protocols import Machine
-from ebrl.core.records import EnvSpec, Host
+from ebrl.core.records import EnvSpec, Place
 from ebrl.core.runtime import Runtime
 from ebrl.sim.hosts import SimHost, Slot, ThreadHost
 from ebrl.sim.inline import InlineHost
@@ -24,7 +24,7 @@ MAX_THREADS = 256
 def make_hosts(
     specs: Sequence[EnvSpec],
     *,
-    host: Host,
+    host: Place,
     lanes: int | None,
     machine: Machine,
     pool: Lender | None,

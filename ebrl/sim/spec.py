@@ -58,7 +58,8 @@ def env_spec(
         horizon: Simulator steps after which an episode is truncated, in addition to what the environment does itself.
         action_repeat: Simulator steps for which each action is applied.
         task: What a policy is asked to do.
-        host: Where it runs; None: what suits the simulator.
+        host: Where it runs: ``"thread"``, ``"process"``, or ``"auto"``, where it is found to run better when a group
+            starts. None: what its adapter says; without one in a thread, or on the loop where it is awaited.
         memory_mib: That one simulator takes; a group is not built where its simulators do not fit. 0: what its
             adapter knows.
         num_slots: M; describes a batched simulator, for `VectorGroup`: the adapter's own (EnvPool, ManiSkill on a GPU),
@@ -374,8 +375,8 @@ def check_options(horizon: Any, action_repeat: Any, host: Any, memory_mib: int, 
         raise ConfigError(f"memory_mib must be at least 0, got {memory_mib}")
     if num_slots < 0:
         raise ConfigError(f"num_slots must be at least 1 for a batched simulator, got {num_slots}")
-    if num_slots and host == "process":
-        raise ConfigError("a batched simulator runs in a thread of this process: leave out host='process'")
+    if num_slots and host not in {None, "thread"}:
+        raise ConfigError(f"a batched simulator runs in a thread of this process: leave out host={host!r}")
 
 
 def _metaworld_names() -> dict[str, str]:

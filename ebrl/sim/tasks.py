@@ -72,6 +72,8 @@ def chosen_host(specs: Sequence[EnvSpec], host: Host | None) -> Host:
     """
     for spec in specs:
         check_awaited(spec, host)
+    if host == "auto" and any(spec.host == "inline" for spec in specs):
+        host = None  # there is nothing to find out
     return host or common_host(specs)
 
 
@@ -84,8 +86,7 @@ def common_host(specs: Sequence[EnvSpec]) -> Host:
     for other in specs:
         if other.host != specs[0].host:
             raise ConfigError(
-                f'{specs[0].id} wants to run in a {specs[0].host}, {other.id} in a {other.host}: pass host="process" '
-                'or host="thread"'
+                f'{specs[0].id} wants host="{specs[0].host}", {other.id} host="{other.host}": give one to the group'
             )
     return specs[0].host
 
