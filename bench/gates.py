@@ -19,6 +19,7 @@ score is reached when that mean first does.
 
     python -m bench.gates --json
     python -m bench.gates --only cartpole --json
+    python -m bench.gates --full --keep gates.jsonl --json   # stop it when you like; the same command goes on
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from bench import sb3
+from bench.keeping import on_all_cores_kept
 from bench.report import Check, at_least, at_most, command, finish, interquartile_mean, interval, parser, show, spread
 from bench.runs import on_all_cores
 from bench.tasks import GATES, SMOKE, Gate
@@ -297,13 +300,15 @@ def arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--only", choices=sorted(GATES), help="one gate instead of all")
     made.add_argument("--full", action="store_true", help="those too that take longer, and Stable-Baselines3")
+    made.add_argument("--keep", type=Path, metavar="FILE", help="of runs that have ended: do not run those again")
     return made.parse_args()
 
 
 def answer(args: argparse.Namespace) -> int:
     wanted = names(args)
     jobs = [job for name in wanted for job in jobs_of(name, args)]
-    outcomes = list(zip(jobs, on_all_cores(run_job, jobs), strict=True))
+    ended = on_all_cores(run_job, jobs) if args.keep is None else on_all_cores_kept(run_job, jobs, Outcome, args.keep)
+    outcomes = list(zip(jobs, ended, strict=True))
     checks, data = list[Check](), dict[str, Any]()
     for name in wanted:
         results = [(job, run) for job, run in outcomes if job.gate == name]

@@ -200,12 +200,19 @@ def run_all(jobs: Iterable[Job]) -> list[Outcome]:
 
 def on_all_cores(fn: Callable[[S], T], items: Iterable[S]) -> list[T]:
     """Return ``fn(item)`` of all items, in order."""
+    return list(each_on_all_cores(fn, items))
+
+
+def each_on_all_cores(fn: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """Yield ``fn(item)`` of all items, in order, as soon as it is there."""
     todo = list(items)
     workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     if workers == 1 or len(todo) == 1:
-        return list(counted(map(fn, todo), len(todo)))
+        yield from counted(map(fn, todo), len(todo))
+        return
     with ProcessPoolExecutor(workers, initializer=end_with_parent) as pool:
-        return list(counted(pool.map(fn, todo, chunksize=max(1, min(8, len(todo) // (4 * workers)))), len(todo)))
+        chunksize = max(1, min(8, len(todo) // (16 * workers)))  # of few long runs none waits for another
+        yield from counted(pool.map(fn, todo, chunksize=chunksize), len(todo))
 
 
 def end_with_parent() -> None:

@@ -26,7 +26,7 @@ def outcome(seed: int, score: float, **changes: Any) -> Outcome:
 
 
 def asked(**flags: bool) -> argparse.Namespace:
-    return argparse.Namespace(**{"smoke": False, "full": False, "seed": 7, "only": None} | flags)
+    return argparse.Namespace(**{"smoke": False, "full": False, "seed": 7, "only": None, "keep": None} | flags)
 
 
 def test_an_interquartile_mean_leaves_out_a_quarter_on_each_side() -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ebrl.core.errors import Closed, ConfigError, PolicyError
 from ebrl.core.records import GroupRule
 from ebrl.core.runtime import Runtime
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
+from ebrl.gen.cpu import copy_weights
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.gen.policies import GaussianPolicy
@@ -164,6 +166,20 @@ def test_a_learner_of_another_policy_is_named_by_the_first_parameter() -> None:
     assert isinstance(error, PolicyError)
     assert "the learner's policy is not of the form of the generator's: " in str(error)
     assert "is of shape (16, 3) there and (8, 3) here; give both the same policy" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("source", "buffer", "words"),
+    [
+        (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False), "bias is of shape (2,) there and None here"),
+        (torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2), "bias is of shape None there and (2,) here"),
+        (torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2, affine=False), "weight is of shape (2,) there and None here"),
+    ],
+)
+def test_weights_of_another_form_are_not_copied(source: torch.nn.Module, buffer: torch.nn.Module, words: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        copy_weights(source, buffer)
+    assert words in str(caught.value)
 
 
 def test_a_replay_cannot_be_run_by_a_loop(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import reprlib
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 MOST = 2**53
 """Units of anything: floats count that far."""
@@ -140,6 +140,21 @@ def amount(what: str, value: Any) -> float:
     if not LEAST <= value <= MOST:
         raise ConfigError(f"{what} must be from {LEAST:g} to {MOST:g}, got {reprlib.repr(value)}")
     return float(value)
+
+
+def word(what: str, value: object, known: Any) -> None:
+    """Check an option that is one of a few words, or None.
+
+    Args:
+        what: It is, for the message.
+        value: What the user gave.
+        known: A ``Literal`` of them.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+    if value is not None and value not in get_args(known):
+        raise ConfigError(f"{what} must be one of {get_args(known)} or None, got {value!r}")
 
 
 def in_short(error: BaseException) -> str:

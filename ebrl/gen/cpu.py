@@ -41,12 +41,16 @@ def copy_weights(source: torch.nn.Module, buffer: torch.nn.Module) -> None:
 
 def _difference(source: torch.nn.Module, buffer: torch.nn.Module) -> str:
     """Return words for the first tensor in which two modules differ in form."""
-    theirs, ours = ({name: tuple(x.shape) for name, x in m.state_dict().items()} for m in (source, buffer))
-    name = next(name for name in [*theirs, *ours] if theirs.get(name) != ours.get(name))
-    return (
-        f"the learner's policy is not of the form of the generator's: {name} is of shape {theirs.get(name)} there and "
-        f"{ours.get(name)} here; give both the same policy"
+    theirs, ours = (
+        {name: tuple(x.shape) for name, x in [*module.named_parameters(), *module.named_buffers()]}
+        for module in (source, buffer)
     )
+    different = [name for name in [*theirs, *ours] if theirs.get(name) != ours.get(name)]
+    what = "its tensors come in another order"
+    if different:
+        name = different[0]
+        what = f"{name} is of shape {theirs.get(name)} there and {ours.get(name)} here"
+    return f"the learner's policy is not of the form of the generator's: {what}; give both the same policy"
 
 
 def infer(

@@ -6,10 +6,10 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError, whole
+from ebrl.core.errors import Closed, whole, word
 from ebrl.core.leases import Lease
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
@@ -105,7 +105,8 @@ class EnvGroup:
             ConfigError: An option out of range, or specs that do not go together.
         """
         _check_numbers(count=count, group_size=group_size, lanes=lanes, segment_length=segment_length)
-        _check_words(host=(host, Host), on_resume=(on_resume, OnResume))
+        word("host", host, Host)
+        word("on_resume", on_resume, OnResume)
         whole("spares", spares, 0, count)
         specs = as_specs(spec)
         spec_of = spread(specs, count, group_size)
@@ -297,12 +298,6 @@ def _check_numbers(**numbers: int | None) -> None:
     for name, value in numbers.items():
         if value is not None:
             whole(name, value)
-
-
-def _check_words(**words: tuple[str | None, Any]) -> None:
-    for name, (word, known) in words.items():
-        if word is not None and word not in get_args(known):
-            raise ConfigError(f"{name} must be one of {get_args(known)} or None, got {word!r}")
 
 
 def _hosts_for(group: EnvGroup, runtime: Runtime, place: Place, specs: Sequence[EnvSpec], name: str) -> list[SimHost]:

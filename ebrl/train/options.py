@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, is_a
 
 Objective: TypeAlias = Literal["decoupled", "ppo", "uncorrected"]
 RatioLevel: TypeAlias = Literal["token", "action", "decision"]
@@ -114,7 +114,11 @@ class LearnerConfig:
         )
 
 
-KINDS: Final = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "bool": (bool, "True or False")}
+KINDS: Final[dict[str, tuple[type, str]]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+}
 
 
 def check_types(config: Any) -> None:
@@ -129,7 +133,7 @@ def check_types(config: Any) -> None:
         if kind not in KINDS or (value is None and "None" in others):
             continue
         form, words = KINDS[kind]
-        if not isinstance(value, form) or (isinstance(value, bool) and kind != "bool"):
+        if not (isinstance(value, bool) if form is bool else is_a(form, value)):
             raise ConfigError(f"{type(config).__name__}.{each.name}={value!r}: must be {words}")
 
 

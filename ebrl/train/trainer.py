@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Self, get_args
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError, whole
+from ebrl.core.errors import Closed, ConfigError, whole, word
 from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Actor, Experience, GroupLearner, Lane, Learner
 from ebrl.core.readings import TrainReading
@@ -293,8 +293,7 @@ def _check(learner: object, sampling: object, resume: object) -> None:
             f"learner must have update(batch), batch_size and policy, as ebrl.PPO(policy, config) has: "
             f"this is a {type(learner).__name__}"
         )
-    if sampling is not None and sampling not in get_args(Sampling):
-        raise ConfigError(f"sampling must be one of {get_args(Sampling)} or None, got {sampling!r}")
+    word("sampling", sampling, Sampling)
     if resume is not None and not isinstance(resume, Checkpoint):
         raise ConfigError(
             f"resume must be a checkpoint, as Checkpointer(folder).latest() returns, or None: "
