@@ -300,14 +300,15 @@ def arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--only", choices=sorted(GATES), help="one gate instead of all")
     made.add_argument("--full", action="store_true", help="those too that take longer, and Stable-Baselines3")
-    made.add_argument("--keep", type=Path, metavar="FILE", help="of runs that have ended: do not run those again")
+    made.add_argument("--keep", metavar="FILE", help="of runs that have ended: do not run those again")
     return made.parse_args()
 
 
 def answer(args: argparse.Namespace) -> int:
     wanted = names(args)
     jobs = [job for name in wanted for job in jobs_of(name, args)]
-    ended = on_all_cores(run_job, jobs) if args.keep is None else on_all_cores_kept(run_job, jobs, Outcome, args.keep)
+    kept = args.keep and Path(args.keep)
+    ended = on_all_cores_kept(run_job, jobs, Outcome, kept) if kept else on_all_cores(run_job, jobs)
     outcomes = list(zip(jobs, ended, strict=True))
     checks, data = list[Check](), dict[str, Any]()
     for name in wanted:
