@@ -31,7 +31,7 @@ import numpy as np
 import uvloop
 
 from bench.overhead import NoLearner
-from bench.report import COUNT, Check, at_most, command, finish, parser
+from bench.report import COUNT, Check, Number, at_most, command, finish, parser
 from ebrl import EnvGroup, FailurePolicy, Generator, Runtime, Trainer, env_spec
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.sim.fake import ScriptedEnv
@@ -78,7 +78,7 @@ async def soak(host: Host, steps: int, seed: int, num_samples: int) -> tuple[lis
     async with Runtime(seed=seed) as rt:
         gen = rt.start(Generator(policy))
         envs = rt.start(EnvGroup(spec, actor=gen, count=NUM_ENVS, host=host, lanes=LANES, failures=POLICY))
-        async for report in rt.start(Trainer(envs, NoLearner(policy, BATCH), updates=sys.maxsize)):
+        async for report in rt.start(Trainer(envs, NoLearner(policy, BATCH), updates=steps)):
             if report.env_steps >= len(samples) * steps / num_samples:
                 samples.append(sample(report.env_steps))
             if report.env_steps >= steps:
@@ -134,7 +134,7 @@ def answer(args: argparse.Namespace) -> int:
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--steps", type=COUNT, default=10_000_000, help="environment steps, half in each host")
+    made.add_argument("--steps", type=Number(int, 1, 1e9), default=10_000_000, help="environment steps, half in each host")
     made.add_argument("--samples", type=COUNT, default=200, help="of memory, in each host")
     return made.parse_args()
 

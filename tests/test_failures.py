@@ -89,6 +89,14 @@ def test_a_row_that_never_ends_waits_its_longest_time_and_costs_no_memory() -> N
         {"per_hour": -1},
         {"backoff_s": -0.1},
         {"max_backoff_s": math.nan},
+        {"action": None},
+        {"action": ["restart"]},
+        {"call_s": "60"},
+        {"build_s": True},
+        {"per_env": 1.5},
+        {"per_hour": True},
+        {"backoff_s": None},
+        {"max_backoff_s": "1"},
     ],
 )
 def test_a_policy_out_of_range_names_its_field(options: dict[str, Any]) -> None:

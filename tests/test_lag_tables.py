@@ -18,6 +18,7 @@ from ebrl.core.admission import Admission
 from ebrl.core.leases import Lender
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualLane, VirtualMachine
+from ebrl.sim.failures import FailurePolicy
 from ebrl.train.assemble import Assembler
 from tests.helpers import assert_sound, make_segment, scripted_spec, training
 
@@ -208,7 +209,8 @@ def of_the_library(max_lag: int, laws: dict[str, Any], **options: Any) -> tuple[
     async def main() -> tuple[float, int, float]:
         machine = SlowLanes(laws, num_cores=NUM_ENVS, servers={"slow": NUM_ENVS})
         spec = scripted_spec(length=400)
-        async with training(spec, machine, count=NUM_ENVS, max_lag=max_lag, **options) as stage:
+        patient = FailurePolicy(call_s=None)  # a straggler may take minutes
+        async with training(spec, machine, count=NUM_ENVS, max_lag=max_lag, failures=patient, **options) as stage:
             reports = [report async for report in stage.trainer]
             ledger = stage.envs.admission.ledger()
         assert_sound(ledger)

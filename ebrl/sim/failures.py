@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import Final, Literal, TypeAlias, get_args
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import MOST, ConfigError, amount, is_a, whole
 
 Phase: TypeAlias = Literal["build", "reset", "call"]
 """What a simulator does: a step is a call, too."""
@@ -61,17 +62,18 @@ class FailurePolicy:
         Raises:
             ConfigError: Another word for `action`, or a number out of range.
         """
-        actions = get_args(Action)
-        if self.action not in actions:
-            raise ConfigError(f"FailurePolicy.action must be one of {actions}, got {self.action!r}")
+        if self.action not in get_args(Action):
+            raise ConfigError(f"FailurePolicy.action must be one of {get_args(Action)}, got {self.action!r}")
         for name in ("build_s", "reset_s", "call_s"):
+            if (value := getattr(self, name)) is not None:
+                amount(f"FailurePolicy.{name}", value)
+        for name in ("per_env", "per_hour"):
+            if (value := getattr(self, name)) is not None:
+                whole(f"FailurePolicy.{name}", value, 0)
+        for name in ("backoff_s", "max_backoff_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"FailurePolicy.{name} must be positive or None, got {value}")
-        for name in ("per_env", "per_hour", "backoff_s", "max_backoff_s"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"FailurePolicy.{name} must not be negative, got {value}")
+            if not is_a(Real, value) or not 0 <= value <= MOST:
+                raise ConfigError(f"FailurePolicy.{name} must be a number of at least 0, got {value!r}")
 
     def deadline_s(self, phase: Phase) -> float | None:
         """Return how long a call may take; None: for ever."""
