@@ -134,7 +134,9 @@ def answer(args: argparse.Namespace) -> int:
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--steps", type=Number(int, 1, 1e9), default=10_000_000, help="environment steps, half in each host")
+    made.add_argument(
+        "--steps", type=Number(int, 1, 1e9), default=10_000_000, help="environment steps, half in each host"
+    )
     made.add_argument("--samples", type=COUNT, default=200, help="of memory, in each host")
     return made.parse_args()
 
