@@ -1,9 +1,10 @@
 """Whether anything grows in a long run in which simulators keep failing.
 
 Hypothesis: with one call in a thousand that raises or returns garbage, and in processes also some that end the process
-or hang in it, ten million environment steps end with as many descriptors and threads as there were after the first
-tenth, and resident memory (that of children included) grows by less than 1 MiB per million steps, in either host. So a
-run of weeks is limited by its simulators and not by what their failures leave behind.
+or hang in it, ten million environment steps end with as many descriptors and threads as there were at the beginning,
+and resident memory grows by less than 1 MiB per million steps, in either host, children included. What is compared
+are the medians of the first and of the last third, after a tenth. So a run of weeks is limited by its simulators and
+not by what their failures leave behind.
 
 The simulators are `ScriptedEnv` in episodes of 100 steps, without latency; every failure is followed by a restart.
 Half of the steps are done in threads and half in processes. Hangs are left out in threads, where each one leaks its
@@ -21,8 +22,7 @@ import gc
 import logging
 import os
 import sys
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,10 +59,18 @@ class Sample:
 
 def sample(steps: int) -> Sample:
     gc.collect()
-    pids = [str(os.getpid()), *children()]
-    pages = sum(int((Path("/proc") / pid / "statm").read_text().split()[1]) for pid in pids)
-    memory_mib = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return Sample(steps, memory_mib, len(os.listdir("/proc/self/fd")), threading.active_count())
+    held = [held_by(Path("/proc") / pid) for pid in [str(os.getpid()), *children()]]
+    pages, descriptors, threads = map(sum, zip(*held, strict=True))
+    return Sample(steps, pages * os.sysconf("SC_PAGE_SIZE") / 2**20, descriptors, threads)
+
+
+def held_by(process: Path) -> tuple[int, int, int]:
+    """Return resident pages, descriptors and threads; none of a process that has just ended."""
+    try:
+        pages = int((process / "statm").read_text().split()[1])
+        return pages, len(os.listdir(process / "fd")), len(os.listdir(process / "task"))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0, 0, 0
 
 
 def children() -> list[str]:
@@ -87,17 +95,14 @@ async def soak(host: Host, steps: int, seed: int, num_samples: int) -> tuple[lis
 
 
 def slope(samples: list[Sample]) -> float:
-    """Return MiB per million steps, from the medians of the first and the last third: some samples miss a process."""
-    third = len(samples) // 3
-    first, last = samples[:third], samples[-third:]
-    more_mib = np.median([s.memory_mib for s in last]) - np.median([s.memory_mib for s in first])
-    return float(more_mib / np.median([b.steps - a.steps for a, b in zip(first, last, strict=True)]) * 1e6)
+    """Return MiB per million steps."""
+    return growth([s.memory_mib for s in samples]) / growth([s.steps for s in samples]) * 1e6
 
 
-def growth(values: list[int]) -> int:
-    """Return by how much the most of the second half exceeds that of the first: restarts make both fluctuate."""
-    half = len(values) // 2
-    return max(values[half:]) - max(values[:half])
+def growth(values: Sequence[float]) -> float:
+    """Return by how much the median of the last third exceeds that of the first."""
+    third = len(values) // 3
+    return float(np.median(values[-third:]) - np.median(values[:third]))
 
 
 def judge(host: Host, samples: list[Sample]) -> tuple[list[Check], dict[str, float]]:

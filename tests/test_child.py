@@ -120,5 +120,5 @@ def test_child_is_single_threaded_and_ignores_ctrl_c() -> None:
 
 
 def test_order_names_the_main_module_only_where_it_is_needed() -> None:
-    order = make_order([env_spec(ScriptedEnv)] * 2, 8)
-    assert (order.main_name, order.main_path, order.max_chunk) == (None, None, 8)
+    order = make_order([env_spec(ScriptedEnv)] * 2)
+    assert (order.main_name, order.main_path) == (None, None)

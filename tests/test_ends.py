@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import ebrl
 from ebrl import PPO, Checkpointer, EnvGroup, FailurePolicy, GaussianPolicy, Generator, PPOConfig, Runtime, Trainer
 from ebrl.core.errors import CheckpointError
 from ebrl.core.protocols import PolicyOut
@@ -104,6 +105,24 @@ def test_a_signal_ends_a_run_in_order_with_one_traceback(number: signal.Signals)
     assert float(out) - sent_s < END_S, "the clock is the same; what the interpreter's own end takes is not ours"
     assert err.count("Traceback (most recent call last)") == 1, err
     assert err.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_a_second_sigterm_leaves_what_closes_because_of_the_first_alone() -> None:
+    turns: list[int] = []
+
+    async def main() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            for turn in range(100):
+                await asyncio.sleep(0)
+                turns.append(turn)
+
+    with pytest.raises(KeyboardInterrupt):
+        ebrl.run(main())
+    assert len(turns) == 100
 
 
 @pytest.mark.slow

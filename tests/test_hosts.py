@@ -29,6 +29,7 @@ from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
 from ebrl.sim.hosts import SimHost, ThreadHost
 from ebrl.sim.link import Link
 from ebrl.sim.process import ProcessHost
+from ebrl.sim.shm import MAX_CHUNK
 
 Kind: TypeAlias = Literal["thread", "process"]
 ZERO = np.zeros((1, 2), np.float32)
@@ -56,7 +57,6 @@ async def opened(
     count: int = 1,
     *,
     num_cores: int = 2,
-    max_chunk: int = 64,
     expect: list[str] | None = None,
 ) -> AsyncIterator[SimHost]:
     machine = LocalMachine()
@@ -64,7 +64,7 @@ async def opened(
     host: SimHost = (
         ThreadHost([spec] * count, machine, pool, 3)
         if kind == "thread"
-        else ProcessHost([spec] * count, machine, pool, "host", max_chunk=max_chunk)
+        else ProcessHost([spec] * count, machine, pool, "host")
     )
     try:
         await host.open()
@@ -448,11 +448,11 @@ def test_partial_sends_and_receives(monkeypatch: pytest.MonkeyPatch, loop: Any) 
 
 def test_more_actions_than_shared_memory_has() -> None:
     async def main() -> None:
-        async with opened("process", scripted(), max_chunk=4) as host:
+        async with opened("process", scripted(length=2 * MAX_CHUNK)) as host:
             await ask(host.slots[0].reset, 0)
-            assert (await ask(host.slots[0].step, np.zeros((4, 2), np.float32))).num_steps == 4
-            with pytest.raises(ConfigError, match="raise its max_chunk, now 4"):
-                await ask(host.slots[0].step, np.zeros((5, 2), np.float32))
+            assert (await ask(host.slots[0].step, np.zeros((MAX_CHUNK, 2), np.float32))).num_steps == MAX_CHUNK
+            with pytest.raises(ConfigError, match="at most 1024 actions in one step, got 1025: do them in several"):
+                await ask(host.slots[0].step, np.zeros((MAX_CHUNK + 1, 2), np.float32))
 
     run(main())
 

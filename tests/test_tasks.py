@@ -165,7 +165,7 @@ def test_one_process_hosts_several_specs() -> None:
 
     async def main() -> None:
         machine = LocalMachine()
-        host = ProcessHost(specs, machine, None, "host", max_chunk=2)
+        host = ProcessHost(specs, machine, None, "host")
         loop = asyncio.get_running_loop()
         found = []
         try:

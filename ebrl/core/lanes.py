@@ -265,7 +265,7 @@ class ThreadLane:
         return False
 
     def give_up(self) -> str:
-        """See `ebrl.core.protocols.Lane`. Should the call return after all, its thread ends then."""
+        """See `ebrl.core.protocols.Machine`. Should the call return after all, its thread ends then."""
         self._closed = True
         self.mailbox.close()
         self.mailbox.settle(self.mailbox.outstanding)

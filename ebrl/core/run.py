@@ -14,8 +14,8 @@ T = TypeVar("T")
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end, on uvloop where it is installed (a fifth to two thirds less loop time), else on asyncio.
 
-    The first Ctrl-C, or a SIGTERM for which nobody has a handler, cancels `main`, so that everything in it closes in
-    order; then `KeyboardInterrupt` is raised.
+    The first Ctrl-C, or a first SIGTERM for which nobody has a handler, cancels `main`, so that everything in it closes
+    in order; then `KeyboardInterrupt` is raised.
 
     Args:
         main: The program.
@@ -36,8 +36,9 @@ async def _heeding_sigterm(main: Coroutine[Any, Any, T], terminated: list[bool])
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     def end() -> None:
-        terminated.append(True)
-        task.cancel()
+        if not terminated:  # a second one would cancel what closes because of the first
+            terminated.append(True)
+            task.cancel()
 
     if ours:
         loop.add_signal_handler(signal.SIGTERM, end)

@@ -113,7 +113,7 @@ async def _choose(runtime: Runtime, specs: Sequence[EnvSpec], lanes: int | None,
         return Choice("process", f"{crashing} is known to crash")
     tried = _some(runtime, specs, lanes)
     try:
-        key = make_order(tried, 1).specs
+        key = make_order(tried).specs
     except ConfigError as error:
         return Choice("thread", str(error))
     if key not in _known:

@@ -44,14 +44,12 @@ class Order:
     Attributes:
         specs: Pickled tuple of one `EnvSpec` per simulator; unpickled after the user's main module was imported, if it
             refers to it.
-        max_chunk: Most actions in one step.
         main_name: Module name of the user's script, if it was started as one.
         main_path: Its file otherwise; both None when no spec refers to it.
         argv: Of the parent, for the script that is imported.
     """
 
     specs: bytes
-    max_chunk: int
     main_name: str | None = None
     main_path: str | None = None
     argv: tuple[str, ...] = ()
@@ -98,7 +96,7 @@ class Worker:
         order: Order = pickle.loads(self._read_frame())
         import_main(order)
         self._specs = pickle.loads(order.specs)
-        self._rows = Rows(self._specs, order.max_chunk, self._memory_fd)
+        self._rows = Rows(self._specs, self._memory_fd)
         os.close(self._memory_fd)
         self._sims = [None] * len(self._specs)
 

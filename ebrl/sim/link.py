@@ -206,7 +206,7 @@ class Link:
             self._sock.close()
 
 
-def make_order(specs: Sequence[EnvSpec], max_chunk: int) -> child.Order:
+def make_order(specs: Sequence[EnvSpec]) -> child.Order:
     """Pickle what the child has to build, one simulator per spec.
 
     Raises:
@@ -223,7 +223,7 @@ def make_order(specs: Sequence[EnvSpec], max_chunk: int) -> child.Order:
             raise ConfigError(unpicklable(f"{spec.id}: make={spec.make!r}", error)) from error
     pickled = pickle.dumps(tuple(specs))
     if main_spec is None:
-        return child.Order(pickled, max_chunk)
+        return child.Order(pickled)
     main = sys.modules["__main__"]
     name = main.__spec__.name if main.__spec__ is not None else None
     path = getattr(main, "__file__", None)
@@ -232,7 +232,7 @@ def make_order(specs: Sequence[EnvSpec], max_chunk: int) -> child.Order:
             f"{main_spec.id}: make={main_spec.make!r} is defined in an interactive session, where a process cannot "
             'find it: put it into a module, or pass host="thread"'
         )
-    return child.Order(pickled, max_chunk, name, path if name is None else None, tuple(sys.argv))
+    return child.Order(pickled, name, path if name is None else None, tuple(sys.argv))
 
 
 def unpicklable(what: str, error: BaseException) -> str:

@@ -22,7 +22,22 @@ from ebrl.sim.child import unpack
 from ebrl.sim.failures import Phase
 from ebrl.sim.hosts import Reset, Running, Slot, open_all
 from ebrl.sim.link import KILL_S, Link, complete, heed, make_order, unpicklable
-from ebrl.sim.shm import BUILD, CALL, CLOSE, CONTROL, FRAME, HEADER, RESET, STEP, Rows, anonymous_file, frame, frame_end
+from ebrl.sim.shm import (
+    BUILD,
+    CALL,
+    CLOSE,
+    CONTROL,
+    FRAME,
+    HEADER,
+    MAX_CHUNK,
+    RESET,
+    STEP,
+    Rows,
+    anonymous_file,
+    frame,
+    frame_end,
+    size_of,
+)
 from ebrl.sim.simulator import ActionReader
 from ebrl.sim.times import CallTimes
 
@@ -68,19 +83,15 @@ class ProcessSlot:
         self._post(Operation(self, future, RESET, seed))
 
     def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
-        """See `Slot`; at most `max_chunk` actions, which the child looks at in any case."""
+        """See `Slot`; at most `MAX_CHUNK` actions, which the child looks at in any case."""
         try:
             chunk = self._actions.chunk(actions)
         except InvalidData as error:
             future.set_exception(error)
             return
-        if len(chunk) > self._host.max_chunk:
-            future.set_exception(
-                ConfigError(
-                    f"a chunk of {len(chunk)} actions does not fit into the shared memory of {self._host.name}: "
-                    f"raise its max_chunk, now {self._host.max_chunk}"
-                )
-            )
+        if len(chunk) > MAX_CHUNK:
+            text = f"a process takes at most {MAX_CHUNK} actions in one step, got {len(chunk)}: do them in several"
+            future.set_exception(ConfigError(text))
             return
         self._post(Operation(self, future, STEP, chunk))
 
@@ -141,9 +152,7 @@ class ProcessHost:
 
     num_leaked = 0  # no thread of this process runs a simulator
 
-    def __init__(
-        self, specs: Sequence[EnvSpec], machine: Machine, pool: Lender | None, name: str, *, max_chunk: int = 64
-    ) -> None:
+    def __init__(self, specs: Sequence[EnvSpec], machine: Machine, pool: Lender | None, name: str) -> None:
         """Describe the host; `start` starts the process.
 
         Args:
@@ -151,19 +160,15 @@ class ProcessHost:
             machine: A real one; gives a lane that starts the process and waits for its end.
             pool: Lends one unit while the child works.
             name: Unique name.
-            max_chunk: Most actions in one step.
 
         Raises:
-            ConfigError: `machine` is a model, or the number of simulators or `max_chunk` out of range.
+            ConfigError: `machine` is a model, or the number of simulators out of range.
         """
         if not machine.real:
             raise ConfigError(f'{name}: a virtual machine has no processes: pass host="thread"')
-        if not 1 <= len(specs) < CONTROL or max_chunk < 1:
-            raise ConfigError(
-                f"{name}: simulators must be 1 to {CONTROL - 1} and max_chunk at least 1, got {len(specs)}, {max_chunk}"
-            )
+        if not 1 <= len(specs) < CONTROL:
+            raise ConfigError(f"{name}: simulators must be 1 to {CONTROL - 1}, got {len(specs)}")
         self.name = name
-        self.max_chunk = max_chunk
         self.times = CallTimes()
         actions = ActionReader(specs[0].action)
         self.slots = [ProcessSlot(self, index, actions) for index in range(len(specs))]
@@ -192,10 +197,10 @@ class ProcessHost:
         Raises:
             ConfigError: A spec cannot be sent to a process.
         """
-        self._order = self._order or pickle.dumps(make_order(self._specs, self.max_chunk))
+        self._order = self._order or pickle.dumps(make_order(self._specs))
         loop = asyncio.get_running_loop()
-        memory = anonymous_file(Rows(self._specs, self.max_chunk).size)
-        self._rows = Rows(self._specs, self.max_chunk, memory)
+        memory = anonymous_file(size_of(self._specs))
+        self._rows = Rows(self._specs, memory)
         self._mailbox = Mailbox(loop, self._pool, self._send, self.name)
         lane = self._link.lane if self._link is not None else self._machine.lane("io", f"{self.name}-io")
         self._alive = True

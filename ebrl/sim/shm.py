@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +33,7 @@ FRAME: Final = 1  # status: a frame follows, with an error or the result of a ca
 
 CONTROL: Final = 0xFFFF  # number of no row
 HEADER: Final = struct.Struct("<Q")
+MAX_CHUNK: Final = 1024  # actions in one step; memory that nobody touches costs nothing
 _ALIGN: Final = 64
 
 
@@ -78,37 +79,25 @@ class Rows:
         running: ``[1]`` number of the row that the child works at, from 1; 0: none.
         rewards: ``[k * reward_stride]``
         infos: ``[k * num_infos]``, NaN where there is none.
-        actions: k arrays ``[max_chunk, *action.shape]``.
+        actions: k arrays ``[MAX_CHUNK, *action.shape]``.
         obs: k arrays, or dictionaries of arrays.
         info_keys: Entries of ``info`` that any of the simulators passes on.
     """
 
-    def __init__(self, specs: Sequence[EnvSpec], max_chunk: int, fd: int | None = None) -> None:
+    def __init__(self, specs: Sequence[EnvSpec], fd: int) -> None:
         """Map the memory.
 
         Args:
             specs: Of the k simulators, alike in what they observe and how they act.
-            max_chunk: Most actions in one step.
-            fd: Of an anonymous file; None only computes `size`.
+            fd: Of an anonymous file of `size_of` them.
         """
-        spec, count = specs[0], len(specs)
-        self.reward_stride = max_chunk * max(each.action_repeat for each in specs)
-        self.info_keys = tuple(dict.fromkeys(key for each in specs for key in each.info_keys))
+        observed, count = specs[0].observation, len(specs)
+        self.reward_stride = _reward_stride(specs)
+        self.info_keys = _info_keys(specs)
         self.num_infos = len(self.info_keys)
-        observed = spec.observation
-        parts: Mapping[str, ArraySpec] = {"": observed} if isinstance(observed, ArraySpec) else observed
-        forms: list[tuple[tuple[int, ...], Any]] = [
-            ((count,), np.uint8), ((count,), np.uint8), ((count,), np.int64), ((count,), np.int32),
-            ((count,), np.int32), ((count,), np.uint8), ((count,), np.uint8), ((1,), np.float64),
-            ((count,), np.float64), ((1,), np.int32), ((count * self.reward_stride,), np.float64),
-            ((count * self.num_infos,), np.float64),
-            ((count, max_chunk, *spec.action.shape), np.dtype(spec.action.dtype)),
-            *(((count, *part.shape), np.dtype(part.dtype)) for part in parts.values()),
-        ]  # fmt: skip
-        offsets, self.size = _place(forms)
-        if fd is None:
-            return
-        memory = mmap.mmap(fd, self.size)
+        forms = _forms(specs)
+        offsets, size = _place(forms)
+        memory = mmap.mmap(fd, size)
         self.busy_s: Any
         self.call_s: Any
         self.running: Any
@@ -124,8 +113,36 @@ class Rows:
         self.obs: list[Observation] = (
             [arrays[13][row, ...] for row in range(count)]
             if isinstance(observed, ArraySpec)
-            else [{key: array[row, ...] for key, array in zip(parts, arrays[13:], strict=True)} for row in range(count)]
+            else [
+                {key: array[row, ...] for key, array in zip(observed, arrays[13:], strict=True)} for row in range(count)
+            ]
         )
+
+
+def size_of(specs: Sequence[EnvSpec]) -> int:
+    """Return the bytes that `Rows` of such simulators take."""
+    return _place(_forms(specs))[1]
+
+
+def _reward_stride(specs: Sequence[EnvSpec]) -> int:
+    return MAX_CHUNK * max(spec.action_repeat for spec in specs)
+
+
+def _info_keys(specs: Sequence[EnvSpec]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key for spec in specs for key in spec.info_keys))
+
+
+def _forms(specs: Sequence[EnvSpec]) -> list[tuple[tuple[int, ...], Any]]:
+    action, observed, count = specs[0].action, specs[0].observation, len(specs)
+    parts = [observed] if isinstance(observed, ArraySpec) else observed.values()
+    return [
+        ((count,), np.uint8), ((count,), np.uint8), ((count,), np.int64), ((count,), np.int32),
+        ((count,), np.int32), ((count,), np.uint8), ((count,), np.uint8), ((1,), np.float64),
+        ((count,), np.float64), ((1,), np.int32), ((count * _reward_stride(specs),), np.float64),
+        ((count * len(_info_keys(specs)),), np.float64),
+        ((count, MAX_CHUNK, *action.shape), np.dtype(action.dtype)),
+        *(((count, *part.shape), np.dtype(part.dtype)) for part in parts),
+    ]  # fmt: skip
 
 
 def _place(forms: list[tuple[tuple[int, ...], Any]]) -> tuple[list[int], int]:

@@ -130,3 +130,25 @@ def test_libero() -> None:
 def test_a_camera_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="nocam"):
         env_spec("robosuite/Lift", cameras=("nocam",))
+
+
+def maniskill_frames(task: str, seed: int, chunk: Array) -> list[Array]:
+    env = gymnasium.make(task, obs_mode="rgb", sim_backend="physx_cpu", sensor_configs={"width": SIZE, "height": SIZE})
+    obs, _ = env.reset(seed=int(seeding.np_random(seed)[0].integers(2**31)))
+    frames: list[Any] = [obs["sensor_data"]["base_camera"]["rgb"][0].numpy()]
+    for action in chunk:
+        obs = env.step(action.copy())[0]
+        frames.append(obs["sensor_data"]["base_camera"]["rgb"][0].numpy())
+    copies = [frame.copy() for frame in frames]
+    env.close()
+    return copies
+
+
+def test_maniskill() -> None:
+    from ebrl.sim.envs.maniskill import can_draw
+
+    if not can_draw():
+        pytest.skip("ManiSkill draws on a Vulkan device only, and there is none")
+    spec = env_spec("ManiSkill/PickCube-v1", cameras="base_camera", image_size=SIZE, horizon=STEPS)
+    direct = [maniskill_frames("PickCube-v1", seed, actions(spec, seed)) for seed in SEEDS[:2]]
+    check([spec, spec], "images/base_camera", direct)
