@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -22,8 +24,9 @@ from ebrl.sim.awaited import is_awaited
 from ebrl.sim.check import check_env
 from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy
-from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv
+from ebrl.sim.fake import CLOSE, CONSTRUCTION, ScriptedEnv
 from ebrl.sim.group import EnvGroup
+from ebrl.sim.simulator import construction_lock
 from ebrl.sim.spec import env_spec
 from ebrl.train.evaluate import evaluate
 from tests.helpers import assert_sound, recording, take, the_failure, training, virtually
@@ -38,16 +41,27 @@ class Robot:
         step_s: That an answer takes.
         hang: Call of `step` that never answers.
         stubborn: Whether it ignores once that it is cancelled.
+        raises: What leaves it, by the number of the call of `step`, `CONSTRUCTION` or `CLOSE`.
         **options: Of the environment.
     """
 
-    def __init__(self, step_s: float = 0.0, *, hang: int = -1, stubborn: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        step_s: float = 0.0,
+        *,
+        hang: int = -1,
+        stubborn: bool = False,
+        raises: Mapping[int, type[BaseException]] | None = None,
+        **options: Any,
+    ) -> None:
         self._env = ScriptedEnv(3, **options)
         self.observation_space, self.action_space = self._env.observation_space, self._env.action_space
         self._step_s = step_s
         self._hang, self._stubborn = hang, stubborn
+        self._raises = dict(raises or {})
         self._num_steps = 0
         self.events: list[str] = []
+        self._raise(CONSTRUCTION)
 
     async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         await asyncio.sleep(self._step_s)
@@ -55,6 +69,7 @@ class Robot:
 
     async def step(self, action: Any) -> Any:
         self._num_steps += 1
+        self._raise(self._num_steps)
         while self._num_steps == self._hang:
             try:
                 await asyncio.get_running_loop().create_future()
@@ -67,6 +82,11 @@ class Robot:
 
     async def close(self) -> None:
         self.events.append("closed")
+        self._raise(CLOSE)
+
+    def _raise(self, call: int) -> None:
+        if call in self._raises:
+            raise self._raises[call]
 
 
 ROBOT = env_spec(Robot)
@@ -164,16 +184,19 @@ def test_spares_are_awaited_too() -> None:
         {"faults": {2: "shape"}},
         {"hang": 3},
         {"hang": 3, "stubborn": True},
+        {"raises": {3: SystemExit}},
+        # It awaited a task of its own that was cancelled, since the connection was closed.
+        {"raises": {CONSTRUCTION: asyncio.CancelledError}},
+        {"raises": {3: asyncio.CancelledError, CLOSE: asyncio.CancelledError}},
     ],
     ids=str,
 )
 def test_one_that_fails_is_built_again_and_the_others_go_on(fault: dict[str, Any], count: int) -> None:
     made: list[Robot] = []
+    faults = [fault]
 
     def make() -> Robot:
-        faulty = {} if made else fault
-        made.append(Robot(1.0, length=4))  # also where the next line raises
-        made[-1] = Robot(1.0, length=4, **faulty)
+        made.append(Robot(1.0, length=4, **(faults.pop() if faults else {})))
         return made[-1]
 
     async def main() -> None:
@@ -185,7 +208,8 @@ def test_one_that_fails_is_built_again_and_the_others_go_on(fault: dict[str, Any
         assert {d.env for d in s.learner.decisions} == set(range(count))
 
     run_virtual(main())
-    assert [robot.events.count("closed") for robot in made[1:]] == [1] * count
+    assert len(made) in (count, count + 1)  # the former where construction has failed
+    assert [robot.events.count("closed") for robot in made] == [1] * len(made)
 
 
 @virtually
@@ -211,6 +235,58 @@ async def test_a_call_that_is_not_awaited_any_more_is_cancelled() -> None:
 
 
 @virtually
+async def test_a_call_that_ignores_that_it_is_cancelled_holds_up_nobody_for_ever() -> None:
+    made: list[Robot] = []
+
+    def make() -> Robot:
+        made.append(Robot(1.0, length=9) if made else Robot(1.0, hang=3, stubborn=True))
+        return made[-1]
+
+    async def program(env: EnvContext) -> None:
+        obs, _ = await env.reset()  # the second one waits behind the step that hangs
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                while not env.done:
+                    obs = (await env.act_step(obs)).obs
+
+    async with (
+        asyncio.timeout(1000.0),
+        recording(program, spec=replace(ROBOT, make=make), failures=POLICY) as envs,
+    ):
+        await take(envs, 3)
+        assert envs.faults["restarts"] == 1
+        assert made[0].events == ["cancelled", "cancelled", "closed"]
+        assert len(made) == 2
+
+
+def test_building_waits_for_no_thread() -> None:
+    """While a simulator of another group is built in a thread, the loop would stand still."""
+    has_it, served, loop = threading.Event(), threading.Event(), threading.get_ident()
+    waited: list[bool] = []
+
+    def build() -> None:
+        with construction_lock:
+            has_it.set()
+            while not (served.wait(0.001) or construction_lock.is_awaited_by(loop)):
+                pass
+            waited.append(construction_lock.is_awaited_by(loop))
+
+    async def main() -> None:
+        async with training(robots(length=4)) as s:
+            assert len([report async for report in s.trainer]) == 4
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    has_it.wait()
+    try:
+        run_virtual(main())
+    finally:
+        served.set()
+        thread.join()
+    assert waited == [False]
+
+
+@virtually
 async def test_what_a_program_calls_is_awaited() -> None:
     async def line(robot: Robot) -> str:
         await asyncio.sleep(1.0)
@@ -228,13 +304,18 @@ async def test_what_a_program_calls_is_awaited() -> None:
         assert len(await take(envs, 2)) == 2
 
 
+async def made_by_a_coroutine(delay_s: float = 0.0) -> Robot:
+    await asyncio.sleep(delay_s)
+    return Robot(length=4)
+
+
+MADE = env_spec(made_by_a_coroutine)
+
+
 @virtually
 async def test_it_may_be_made_by_a_coroutine() -> None:
-    async def make() -> Robot:
-        await asyncio.sleep(1.0)
-        return Robot(length=4)
-
-    spec = replace(ROBOT, make=make)
+    assert (MADE.host, MADE.observation, MADE.info_keys) == ("inline", ROBOT.observation, ROBOT.info_keys)
+    spec = replace(MADE, make=functools.partial(made_by_a_coroutine, 1.0))
     async with training(spec, count=2, batch_size=8, updates=2) as s:
         async for report in s.trainer:
             assert report.elapsed_s == 1.0
@@ -256,6 +337,14 @@ def test_hosts_that_cannot_run_it() -> None:
         env_spec("CartPole-v1", host="inline")
     with pytest.raises(ConfigError, match="environments that are awaited are not stepped in turn: leave out num_slots"):
         env_spec(Robot, num_slots=3)
+    with pytest.raises(ConfigError, match="environments that are awaited are not stepped in turn: leave out num_slots"):
+        env_spec(made_by_a_coroutine, num_slots=3)
+
+    async def make() -> ScriptedEnv:
+        return ScriptedEnv()
+
+    with pytest.raises(ConfigError, match="this one made ScriptedEnv: make it with a plain function"):
+        env_spec(make)
     gen: Any = Generator(ScriptedPolicy(robots()))
     with pytest.raises(ConfigError, match="leave out host='thread'"):
         EnvGroup(robots(), actor=gen, count=1, host="thread")
@@ -268,7 +357,13 @@ class Restless(Robot):
         return await super().reset(seed=None)
 
 
+def test_a_cancellation_of_its_own_is_an_error_where_it_is_looked_at() -> None:
+    with pytest.raises(SimulatorError, match="left a simulator"):
+        env_spec(functools.partial(Robot, raises={1: asyncio.CancelledError}))
+
+
 def test_a_check_finds_what_it_finds_in_others() -> None:
+    check_env(MADE)
     check_env(env_spec(functools.partial(Robot, length=5)))
     with pytest.raises(SimulatorError, match="the same seed and actions gave another observation"):
         check_env(env_spec(functools.partial(Restless, length=5)))

@@ -54,6 +54,21 @@ async def test_a_program_that_is_no_coroutine_function_is_told_what_it_lacks() -
 
 
 @virtually
+async def test_a_program_does_not_end_silently_by_a_cancellation_of_its_own() -> None:
+    async def program(env: EnvContext) -> None:
+        await env.reset()
+        planner = asyncio.get_running_loop().create_future()
+        planner.cancel()
+        await planner
+
+    async with asyncio.timeout(100.0):  # nothing would tell, and the segments never come
+        error = await failure(program)
+    assert str(error).startswith("CancelledError() left the program, which nobody had cancelled")
+    assert isinstance(error.__cause__, asyncio.CancelledError)
+    assert error.__notes__[0].startswith("env 0 episode 0")
+
+
+@virtually
 async def test_two_calls_of_one_environment_at_once_are_an_error() -> None:
     refused: list[str] = []
 

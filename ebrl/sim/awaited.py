@@ -9,15 +9,12 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import numpy as np
-
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, SimulatorError
 from ebrl.core.records import Array, EnvSpec, Host, Observation, StepResult
-from ebrl.sim.simulator import ActionReader, Simulator
+from ebrl.sim.simulator import Border
 
 T = TypeVar("T")
 
@@ -47,17 +44,23 @@ def not_awaited(name: str) -> ConfigError:
     )
 
 
-class _Answer:
-    """The environment as `Simulator` sees it: what the real one has answered last."""
+async def answer(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call user code on the loop, and await what it returns where that is possible.
 
-    def __init__(self) -> None:
-        self.last: Any = None
-
-    def reset(self, *, seed: int) -> Any:
-        return self.last
-
-    def step(self, action: Any) -> Any:
-        return self.last
+    Raises:
+        SimulatorError: It ended as if the task that runs were cancelled, which nobody has asked for (a task of its own
+            was), or with the whole program.
+        BaseException: What else it raised, and the cancellation that somebody has asked for.
+    """
+    try:
+        result = fn(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+    except (asyncio.CancelledError, SystemExit) as error:
+        task = asyncio.current_task()
+        assert task is not None
+        if isinstance(error, asyncio.CancelledError) and task.cancelling():
+            raise
+        raise SimulatorError(f"{error!r} left a simulator") from error
 
 
 class AwaitedSimulator:
@@ -69,61 +72,40 @@ class AwaitedSimulator:
         Args:
             spec: What to expect of it.
             env: As `make` built it.
-
         """
+        self._border = Border(spec)
         self._env = env
-        self._answer = _Answer()
-        self._simulator = Simulator(replace(spec, make=lambda: self._answer, action_repeat=1))
-        self._actions = ActionReader(spec.action)
-        self._discrete = spec.action.num_values is not None
-        self._repeat = spec.action_repeat
 
     @classmethod
     async def build(cls, spec: EnvSpec) -> Self:
-        """Make one; `make` may be a coroutine function, too."""
-        made = spec.make()
-        return cls(spec, await made if inspect.isawaitable(made) else made)
+        """Make one; `make` may be a coroutine function, too.
+
+        Not under `construction_lock`: while a thread builds, the loop would stand still.
+        """
+        return cls(spec, await answer(spec.make))
 
     async def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
         """See `Simulator.reset`."""
-        self._simulator.interrupt()
-        self._answer.last = await self._env.reset(seed=seed)
-        return self._simulator.reset(seed)
+        self._border.interrupt()
+        return self._border.begin(await answer(self._env.reset, seed=seed))
 
     async def step(self, actions: Array, finite: bool = False) -> StepResult:
         """See `Simulator.step`."""
-        self._simulator.expect_episode()
-        chunk = self._actions.chunk(actions)
-        if not finite or self._discrete:
-            self._actions.check(chunk)
-        rewards: tuple[float, ...] = ()
-        for action in np.repeat(chunk, self._repeat, axis=0):
-            result = await self._once(action)
-            rewards += result.rewards
-            if result.terminated or result.truncated:
+        border = self._border
+        for action in border.take(actions, finite):
+            result = await answer(self._env.step, action)
+            if border.note(result):
                 break
-        result.rewards = rewards
-        return result
+        return border.give(result)
 
     async def call(self, fn: Callable[[Any], Any]) -> Any:
         """Return ``fn(env)``, awaited where that is possible."""
-        result = fn(self._env)
-        return await result if inspect.isawaitable(result) else result
+        return await answer(fn, self._env)
 
     async def close(self) -> None:
         """Close it."""
-        self._simulator.interrupt()
-        closing = self._env.close()
-        if inspect.isawaitable(closing):
-            await closing
-
-    async def _once(self, action: Array) -> StepResult:
-        try:
-            self._answer.last = await self._env.step(int(action) if self._discrete else action.copy())
-        except BaseException:
-            self._simulator.interrupt()
-            raise
-        return self._simulator.step(action[np.newaxis], finite=True)
+        self._border.interrupt("step after close")
+        await answer(self._env.close)
 
 
 class Apart:

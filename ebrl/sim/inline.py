@@ -1,7 +1,8 @@
 """`InlineHost`: simulators that are awaited run on the loop itself, a task for each call.
 
 They use no thread and no core of the pool. A call that its program no longer waits for is cancelled. Tasks belong to
-the host, whose `aclose` ends all of them and waits for that.
+the host, whose `aclose` ends all of them and waits for that until its deadline. No `Scope` could: it waits for ever for
+user code that ignores that it is cancelled, and starts nothing while it ends, when simulators are yet to be closed.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class InlineSlot:
         self.built = False
         self.innocent = False
         self.busy_s = 0.0
-        self.current: tuple[asyncio.Task[None], Phase, asyncio.Future[Any]] | None = None
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.current: tuple[asyncio.Task[None], Phase] | None = None
+        self.tasks: dict[asyncio.Task[None], asyncio.Future[Any]] = {}  # calls that run or wait, and whom they answer
+        self._lost: dict[asyncio.Task[None], AwaitedSimulator] = {}  # by the call that did not end
 
     def reset(self, future: asyncio.Future[Reset], seed: int) -> None:
         """See `Slot`."""
@@ -71,19 +73,22 @@ class InlineSlot:
         return future
 
     def lose(self, error: SimulatorError) -> None:
-        """End the running call, and go on without a simulator."""
+        """End the running call and those that wait for it, and go on without a simulator."""
         assert self.current is not None
-        task, _, future = self.current
+        current, _ = self.current
+        if self._simulator is not None:
+            self._lost[current] = self._simulator
         self._simulator, self._missing, self.built = None, Missing(error), False
         self._turn, self.current = asyncio.Lock(), None  # should it ignore that it is cancelled, it holds up nobody
-        if not future.done():
-            future.set_exception(type(error)(*error.args))
-        task.cancel()
+        for task, future in self.tasks.items():
+            if task is current or not future.done():
+                complete(future, None, type(error)(*error.args))
+                task.cancel()
 
     def _start(self, future: asyncio.Future[Any], phase: Phase, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         task = self._loop.create_task(self._run(future, phase, call), name=f"ebrl-{self.lane_name}")
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.tasks[task] = future
+        task.add_done_callback(self.tasks.pop)
         future.add_done_callback(lambda future: task.cancel() if future.cancelled() else None)
 
     async def _run(
@@ -93,7 +98,7 @@ class InlineSlot:
         assert task is not None
         try:
             async with self._turn:
-                self.current = task, phase, future
+                self.current = task, phase
                 self._on_call()
                 began_s = self._loop.time()
                 try:
@@ -109,6 +114,9 @@ class InlineSlot:
             complete(future, None, error)
         else:
             complete(future, result, None)
+        finally:
+            if task in self._lost:
+                await _close_failed(self._lost.pop(task))
 
     def _there(self) -> AwaitedSimulator:
         if self._simulator is None:
@@ -132,13 +140,12 @@ class InlineSlot:
     async def _build(self) -> None:
         simulator, self._simulator, self.built = self._simulator, None, False
         if simulator is not None:
-            try:
-                await simulator.close()
-            except Exception as error:  # the border: whatever user code raises
-                logger.debug("a simulator that is replaced could not be closed: %r", error)
+            await _close_failed(simulator)
         made = await AwaitedSimulator.build(self._spec)
         if _is_current(self):
             self._simulator, self.built = made, True
+        else:
+            await _close_failed(made)
 
     async def _close(self) -> None:
         simulator, self._simulator = self._simulator, None
@@ -150,6 +157,14 @@ class InlineSlot:
 def _is_current(slot: InlineSlot) -> bool:
     """Whether the task that runs is that of the current call, and not one that was given up."""
     return slot.current is not None and slot.current[0] is asyncio.current_task()
+
+
+async def _close_failed(simulator: AwaitedSimulator) -> None:
+    """See `ebrl.sim.hosts.close_failed`."""
+    try:
+        await simulator.close()
+    except Exception as error:  # the border: whatever user code raises
+        logger.debug("a simulator that is replaced could not be closed: %r", error)
 
 
 class InlineHost:
@@ -190,7 +205,7 @@ class InlineHost:
     def running(self) -> list[Running]:
         """See `SimHost`."""
         busy = [(slot, slot.current) for slot in self.slots if slot.current is not None]
-        return [Running(slot, task, phase, slot) for slot, (task, phase, _) in busy]
+        return [Running(slot, task, phase, slot) for slot, (task, phase) in busy]
 
     def give_up(self, running: Running, error: SimulatorError) -> None:
         """See `SimHost`: the call is cancelled."""

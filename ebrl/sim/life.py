@@ -50,10 +50,16 @@ async def live(program: Callable[[E], Awaitable[None]], env: E) -> None:
                     "the program returned without a single call of its environment: it would be called again "
                     "for ever; await env.reset() in it"
                 )
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if env.index in recovery.dropped:
                 return
-            raise
+            task = asyncio.current_task()
+            assert task is not None
+            if task.cancelling():
+                raise
+            stray = ProgramError(f"{error!r} left the program, which nobody had cancelled: a task that it awaits was")
+            _note(stray, env.where())
+            raise stray from error
         except Exception as error:
             if not recovery.takes(env, error):
                 _note(error, recovery.place(env, error))

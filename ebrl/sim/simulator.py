@@ -1,6 +1,6 @@
-"""`Simulator`: one blocking simulator with EBRL's checks at its border; the same on a lane and in a child process.
+"""`Simulator`: one blocking simulator with EBRL's checks at its `Border`; the same on a lane and in a child process.
 
-What a simulator returns is checked here once, so that everything behind it may trust shapes, dtypes and numbers; what
+What a simulator returns is checked there once, so that everything behind it may trust shapes, dtypes and numbers; what
 it is given is checked too, since a NaN action makes most physics engines silently useless for the rest of the run.
 Observations are always copied: many simulators return the buffer that their next step overwrites.
 """
@@ -8,7 +8,7 @@ Observations are always copied: many simulators return the buffer that their nex
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isfinite
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -71,6 +71,7 @@ SUCCESS: Final = ("success", "is_success")
 """Where `info` says whether an episode is one."""
 SCALARS: Final = (float, int, np.floating, np.integer, np.bool_)
 _FOREVER: Final = 1 << 62
+_AFTER_ERROR: Final = "step after an error: call reset first"
 _finite: Final = np.isfinite
 _ndarray: Final = np.ndarray
 
@@ -245,6 +246,115 @@ def as_flag(name: str, flag: Any) -> bool | None:
     return None if value != value else bool(value)
 
 
+class Border:
+    """What passes between a simulator and those who use it, and which calls it allows now; calls nothing itself."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        """Make one.
+
+        Args:
+            spec: What to expect.
+        """
+        self._actions = ActionReader(spec.action)
+        self._read = observation_reader(spec.observation)
+        self._discrete = spec.action.num_values is not None
+        self._repeat = range(spec.action_repeat)
+        self._single = spec.action_repeat == 1
+        self._horizon = _FOREVER if spec.horizon is None else spec.horizon
+        self._left = 0  # simulator steps until the horizon
+        self._rewards: list[float] = []  # of the chunk that runs
+        self._running = False
+        self._why = "step before reset: call reset first"
+
+    def interrupt(self, why: str = _AFTER_ERROR) -> None:
+        """Allow no step until `begin`: nobody knows any more where the simulator is."""
+        self._running = False
+        self._why = why
+
+    def begin(self, result: Any) -> tuple[Observation, dict[str, Any]]:
+        """Check what `reset` returned; steps are allowed from now on.
+
+        Raises:
+            SimulatorError: The simulator broke its interface.
+        """
+        if type(result) is not tuple or len(result) != 2:
+            raise SimulatorError(f"reset: expected (observation, info), got {_shape_of(result)}")
+        obs, info = self._read(result[0]), self._info(result[1])
+        self._left = self._horizon
+        self._running = True
+        return obs, info
+
+    def take(self, actions: Any, finite: bool) -> Iterable[Any]:
+        """Return what to step with, one after the other, until `note` says that it was the last.
+
+        Raises:
+            InvalidAction: Actions contradict the spec.
+            SimulatorError: No episode is running; says why.
+        """
+        if not self._running:
+            raise SimulatorError(self._why)
+        chunk = self._actions.chunk(actions)
+        if not finite or self._discrete:
+            self._actions.check(chunk)
+        self.interrupt()  # until `give`
+        self._rewards = []
+        if self._single and len(chunk) == 1:  # as in _each(), without its loops
+            action = chunk[0]
+            return (int(action) if self._discrete else action.copy(),)
+        return self._each(chunk)
+
+    def note(self, result: Any) -> bool:
+        """Check the form and the reward of what one step returned.
+
+        Returns:
+            Whether the episode has ended.
+
+        Raises:
+            InvalidData: The reward is not one finite number.
+            SimulatorError: The simulator broke its interface.
+        """
+        if type(result) is not tuple or len(result) != 5:
+            raise SimulatorError(
+                f"step: expected (observation, reward, terminated, truncated, info), got {_shape_of(result)}"
+            )
+        reward = result[1]
+        self._rewards.append(reward if type(reward) is float and isfinite(reward) else as_reward(reward))
+        self._left -= 1
+        return bool(result[2] or result[3] or self._left <= 0)
+
+    def give(self, result: tuple[Any, ...]) -> StepResult:
+        """Return what a chunk came to, of which this was the last step.
+
+        Raises:
+            InvalidData: Observation or success contradict the spec.
+            SimulatorError: The simulator broke its interface.
+        """
+        obs = self._read(result[0])
+        terminated = bool(result[2])
+        over = bool(terminated or result[3] or self._left <= 0)
+        info = self._info(result[4])
+        if over:
+            self._why = "step after the end of the episode: call reset first"
+        else:
+            self._running = True
+        return StepResult(obs, tuple(self._rewards), terminated, over and not terminated, info)
+
+    def _each(self, chunk: Array) -> Iterator[Any]:
+        for action in chunk.tolist() if self._discrete else chunk:
+            for _ in self._repeat:
+                # A copy each: simulators clip and scale in place, and this row is part of the recorded decision.
+                yield action if self._discrete else action.copy()
+
+    def _info(self, info: Any) -> dict[str, Any]:
+        if not isinstance(info, dict):
+            raise SimulatorError(f"info: expected a dictionary, got {_found(info)}")
+        copied = info.copy()
+        for name in SUCCESS:
+            if name in copied:
+                copied[name] = as_flag(name, copied[name])
+        return copied
+
+
 class Simulator:
     """One simulator. Not thread-safe: one lane owns it for life."""
 
@@ -255,15 +365,7 @@ class Simulator:
             spec: What to build, and what to expect of it. Whatever ``spec.make`` raises leaves unchanged.
         """
         self.spec = spec
-        self._actions = ActionReader(spec.action)
-        self._read = observation_reader(spec.observation)
-        self._discrete = spec.action.num_values is not None
-        self._repeat = range(spec.action_repeat)
-        self._single = spec.action_repeat == 1
-        self._horizon = _FOREVER if spec.horizon is None else spec.horizon
-        self._left = 0  # simulator steps until the horizon
-        self._running = False
-        self._why = "step before reset: call reset first"
+        self._border = Border(spec)
         with construction_lock:
             self._env = spec.make()
 
@@ -276,15 +378,8 @@ class Simulator:
         Raises:
             SimulatorError: The simulator broke its interface.
         """
-        self._running = False
-        self._why = "step after an error: call reset first"
-        result = self._env.reset(seed=seed)
-        if type(result) is not tuple or len(result) != 2:
-            raise SimulatorError(f"reset: expected (observation, info), got {_shape_of(result)}")
-        obs, info = self._read(result[0]), self._info(result[1])
-        self._left = self._horizon
-        self._running = True
-        return obs, info
+        self._border.interrupt()
+        return self._border.begin(self._env.reset(seed=seed))
 
     def step(self, actions: Array, finite: bool = False) -> StepResult:
         """Execute a chunk until its end or the end of the episode, whichever is first.
@@ -301,85 +396,21 @@ class Simulator:
             InvalidData: Observation, reward or success contradict it.
             SimulatorError: No episode is running, or the simulator broke its interface.
         """
-        if not self._running:
-            raise SimulatorError(self._why)
-        chunk = self._actions.chunk(actions)
-        if not finite or self._discrete:
-            self._actions.check(chunk)
-        self._running = False
-        self._why = "step after an error: call reset first"
-        if self._single and len(chunk) == 1:  # as in _execute(), without its loops
-            action = chunk[0]
-            reward, result = self._once(int(action) if self._discrete else action.copy())
-            rewards: tuple[float, ...] = (reward,)
-            self._left -= 1
-            over = bool(result[2] or result[3] or self._left <= 0)
-        else:
-            rewards, result, over = self._execute(chunk)
-        obs = self._read(result[0])
-        terminated = bool(result[2])
-        info = self._info(result[4])
-        if over:
-            self._why = "step after the end of the episode: call reset first"
-        else:
-            self._running = True
-        return StepResult(obs, rewards, terminated, over and not terminated, info)
+        border = self._border
+        for action in border.take(actions, finite):
+            result = self._env.step(action)
+            if border.note(result):
+                break
+        return border.give(result)
 
     def call(self, fn: Callable[[Any], Any]) -> Any:
         """Return ``fn(env)``, where `env` is what ``spec.make`` returned."""
         return fn(self._env)
 
-    def expect_episode(self) -> None:
-        """Check that `step` may be called.
-
-        Raises:
-            SimulatorError: No episode is running; says why.
-        """
-        if not self._running:
-            raise SimulatorError(self._why)
-
-    def interrupt(self) -> None:
-        """Nobody knows any more where the environment is: it must be reset."""
-        self._running = False
-        self._why = "step after an error: call reset first"
-
     def close(self) -> None:
         """Close the environment."""
-        self._running = False
-        self._why = "step after close"
+        self._border.interrupt("step after close")
         self._env.close()
-
-    def _execute(self, chunk: Array) -> tuple[tuple[float, ...], tuple[Any, ...], bool]:
-        discrete, left = self._discrete, self._left
-        rewards: list[float] = []
-        for action in chunk.tolist() if discrete else chunk:
-            for _ in self._repeat:
-                # A copy each: simulators clip and scale in place, and this row is part of the recorded decision.
-                reward, result = self._once(action if discrete else action.copy())
-                rewards.append(reward)
-                left -= 1
-                if result[2] or result[3] or left <= 0:
-                    return tuple(rewards), result, True
-        self._left = left
-        return tuple(rewards), result, False
-
-    def _once(self, action: Any) -> tuple[float, tuple[Any, ...]]:
-        result = self._env.step(action)
-        if type(result) is not tuple or len(result) != 5:
-            raise SimulatorError(
-                f"step: expected (observation, reward, terminated, truncated, info), got {_shape_of(result)}"
-            )
-        reward = result[1]
-        return (reward if type(reward) is float and isfinite(reward) else as_reward(reward)), result
-
-    def _info(self, info: Any) -> dict[str, Any]:
-        if not isinstance(info, dict):
-            raise SimulatorError(f"info: expected a dictionary, got {_found(info)}")
-        copied = info.copy()
-        for name in SUCCESS:
-            if name in copied:
-                copied[name] = as_flag(name, copied[name])
-        return copied
 
 
 class Missing:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias, get_args
@@ -19,16 +20,13 @@ from ebrl.core.errors import ConfigError, SpaceError, UnknownEnv
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
 from ebrl.sim import adapters
 from ebrl.sim.adapters import Wanted, has_adapter
-from ebrl.sim.awaited import Apart, AwaitedSimulator, check_awaited, is_awaited, not_awaited
-from ebrl.sim.simulator import Simulator, construction_lock
+from ebrl.sim.awaited import Apart, AwaitedSimulator, answer, check_awaited, is_awaited, not_awaited
+from ebrl.sim.simulator import SUCCESS, Simulator, construction_lock
 from ebrl.sim.vector_simulator import SLOT_SEEDS, VectorSimulator, accept
 
 Form: TypeAlias = "ArraySpec | Mapping[str, ArraySpec]"
 Factory: TypeAlias = Callable[..., Any]
 """Returns a ``gymnasium.Env``, a ``gymnasium.vector.VectorEnv``, or an environment that is awaited."""
-
-SUCCESS = ("success", "is_success")
-"""Entries of ``info`` that say whether the task is done."""
 
 
 def env_spec(
@@ -167,7 +165,9 @@ def in_turn(make: Callable[[], Any], num_slots: int) -> VectorEnv[Any, Any, Any]
     first = make()
     if isinstance(first, VectorEnv):
         return first
-    if is_awaited(first):
+    if inspect.iscoroutine(first):
+        first.close()  # nobody awaits it
+    if is_awaited(first) or inspect.isawaitable(first):
         raise ConfigError("environments that are awaited are not stepped in turn: leave out num_slots")
     makes = [lambda: first, *[make] * (num_slots - 1)]
     return SyncVectorEnv(makes, copy=False, autoreset_mode=AutoresetMode.DISABLED)
@@ -187,7 +187,7 @@ def probe(spec: EnvSpec) -> EnvSpec:
         env = spec.make()
     if isinstance(env, VectorEnv):
         return _probe_batched(spec, env)
-    if is_awaited(env):
+    if is_awaited(env) or inspect.isawaitable(env):
         return _probe_awaited(spec, env)
     if spec.host == "inline":
         raise not_awaited(spec.id)
@@ -203,19 +203,25 @@ def probe(spec: EnvSpec) -> EnvSpec:
     return replace(spec, info_keys=_numeric_keys(infos))
 
 
-def _probe_awaited(spec: EnvSpec, env: Any) -> EnvSpec:
-    observed = observation_spec(env.observation_space, spec.id)
-    spec = replace(spec, observation=observed, action=action_spec(env.action_space, spec.id), host="inline")
-
-    async def play() -> list[dict[str, Any]]:
-        simulator = AwaitedSimulator(replace(spec, action_repeat=1), env)
+def _probe_awaited(spec: EnvSpec, made: Any) -> EnvSpec:
+    async def play() -> EnvSpec:
+        env = await answer(lambda: made)  # on the loop that it is then used on
+        if not is_awaited(env):
+            raise ConfigError(
+                f"{spec.id}: a coroutine function makes environments whose reset and step are coroutine functions, "
+                f"this one made {type(env).__name__}: make it with a plain function"
+            )
         try:
-            return [(await simulator.reset(0))[1], (await simulator.step(neutral_action(spec.action))).info]
+            observed = observation_spec(env.observation_space, spec.id)
+            found = replace(spec, observation=observed, action=action_spec(env.action_space, spec.id), host="inline")
+            simulator = AwaitedSimulator(replace(found, action_repeat=1), env)
+            infos = [(await simulator.reset(0))[1], (await simulator.step(neutral_action(found.action))).info]
         finally:
-            await simulator.close()
+            await answer(env.close)
+        return replace(found, info_keys=_numeric_keys(infos))
 
     with Apart() as apart:
-        return replace(spec, info_keys=_numeric_keys(apart.run(play())))
+        return apart.run(play())
 
 
 def _numeric_keys(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:

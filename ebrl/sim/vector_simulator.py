@@ -20,13 +20,12 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from ebrl.core.errors import ConfigError, InvalidData, SimulatorError
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation
-from ebrl.sim.simulator import ActionReader, construction_lock, describe, observation_reader
+from ebrl.sim.simulator import SUCCESS, ActionReader, construction_lock, describe, observation_reader
 
 SLOT_SEEDS = "slot_seeds"
 """Entry of ``metadata``: False where a reset takes one seed, and not one per slot."""
 CARRIED = 0
 """Seed of the episodes that nobody sees."""
-SUCCESS = ("success", "is_success")
 
 
 @dataclass(slots=True)
