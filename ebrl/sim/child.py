@@ -34,6 +34,9 @@ ORPHAN_S: Final = 5.0
 
 PR_SET_PDEATHSIG: Final = 1
 
+MAIN: Final = b"__main__"
+"""In a pickle that refers to the user's script."""
+
 _NAN: Final = float("nan")
 
 
@@ -42,10 +45,9 @@ class Order:
     """First message: what to build.
 
     Attributes:
-        specs: Pickled tuple of one `EnvSpec` per simulator; unpickled after the user's main module was imported, if it
-            refers to it.
+        specs: Pickled tuple of one `EnvSpec` per simulator.
         main_name: Module name of the user's script, if it was started as one.
-        main_path: Its file otherwise; both None when no spec refers to it.
+        main_path: Its file otherwise. The script is imported before something is unpickled that refers to it.
         argv: Of the parent, for the script that is imported.
     """
 
@@ -78,6 +80,9 @@ class Worker:
         self._memory_fd = memory_fd
         self._in = bytearray()
         self._out = bytearray()
+        self._pid = os.getpid()
+        self._order: Order
+        self._has_main = False
         self._specs: tuple[EnvSpec, ...] = ()
         self._sims: list[Simulator | None] = []
         self._rows: Rows
@@ -93,9 +98,8 @@ class Worker:
                 self._attempt(partial(self._close, row))
 
     def _begin(self) -> None:
-        order: Order = pickle.loads(self._read_frame())
-        import_main(order)
-        self._specs = pickle.loads(order.specs)
+        self._order = pickle.loads(self._read_frame())
+        self._specs = self._unpickle(self._order.specs)
         self._rows = Rows(self._specs, self._memory_fd)
         os.close(self._memory_fd)
         self._sims = [None] * len(self._specs)
@@ -140,6 +144,8 @@ class Worker:
 
     def _answer(self, row: int) -> None:
         payload = self._operate(row)
+        if os.getpid() != self._pid:  # a simulator has forked, and the other one has come back too
+            os._exit(1)
         self._rows.status[row] = PLAIN if payload is None else FRAME
         self._out += row.to_bytes(2, "little")
         if payload is not None:
@@ -154,7 +160,7 @@ class Worker:
             return self._attempt(partial(self._close, row))
         if op == CALL:
             request = self._read_frame()
-            return self._attempt(lambda: built(self._sims[row]).call(pickle.loads(request)))
+            return self._attempt(lambda: built(self._sims[row]).call(self._unpickle(request)))
         try:
             sim = built(self._sims[row])
             if op == STEP:
@@ -166,6 +172,12 @@ class Worker:
         except BaseException as error:  # the border of the process: it travels to the task that asked
             return pickle.dumps(failure(error))
         return None
+
+    def _unpickle(self, data: bytes) -> Any:
+        if MAIN in data and not self._has_main:
+            import_main(self._order)
+            self._has_main = True
+        return pickle.loads(data)
 
     def _attempt(self, fn: Any) -> bytes:
         try:

@@ -142,10 +142,9 @@ class Link:
         fds = (self._theirs.fileno(), self._memory)
         numbers = map(str, (*fds, os.getpid()))
         command = [sys.executable, *flags, "-c", _BOOT.format(path=list(map(str, sys.path))), *numbers]
-        try:
-            self._process = subprocess.Popen(
-                command, pass_fds=fds, stdin=subprocess.DEVNULL, env={**os.environ, **_ONE_THREAD}
-            )
+        env = {**os.environ, **_ONE_THREAD}
+        try:  # in a group of its own: signals to ours are our business, and what it starts can be found again
+            self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=env, process_group=0)
         finally:
             self._close_theirs()
 
@@ -155,7 +154,7 @@ class Link:
 
     def _watch(self) -> asyncio.Future[int] | None:
         if self._exited is None and self._process is not None:
-            self._exited = self.lane.run(self._process.wait, n=0)
+            self._exited = self.lane.run(wait_for, self._process, n=0)
             self._exited.add_done_callback(self._ended)
         return self._exited
 
@@ -214,30 +213,52 @@ def make_order(specs: Sequence[EnvSpec]) -> child.Order:
     """
     if IN_CHILD in os.environ:
         raise ConfigError(UNGUARDED)
-    main_spec = None
     for spec in {id(spec): spec for spec in specs}.values():
-        try:
-            if b"__main__" in pickle.dumps(spec):
-                main_spec = spec
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(unpicklable(f"{spec.id}: make={spec.make!r}", error)) from error
-    pickled = pickle.dumps(tuple(specs))
-    if main_spec is None:
-        return child.Order(pickled)
+        packed(spec, f"{spec.id}: make={spec.make!r}")
     main = sys.modules["__main__"]
     name = main.__spec__.name if main.__spec__ is not None else None
+    path = getattr(main, "__file__", None) if name is None else None
+    return child.Order(pickle.dumps(tuple(specs)), name, path, tuple(sys.argv))
+
+
+def packed(value: Any, what: str) -> bytes:
+    """Pickle something for a child.
+
+    Args:
+        value: It may refer to the script that runs, which the child then imports.
+        what: It is, for messages.
+
+    Raises:
+        ConfigError: It cannot be pickled, or is defined where a child cannot find it.
+    """
+    try:
+        data = pickle.dumps(value)
+    except Exception as error:  # whatever a user's object does when it is pickled
+        out = 'define it at the top of a module, or pass host="thread"'
+        raise ConfigError(f"{what} cannot be sent to a process ({error}): {out}") from error
+    if child.MAIN in data and (where := _hidden_main()) is not None:
+        out = 'put it into a module, or pass host="thread"'
+        raise ConfigError(f"{what} is defined in {where}, where a process cannot find it: {out}")
+    return data
+
+
+def _hidden_main() -> str | None:
+    """Return what runs where a child cannot import it; None: it can."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:  # started by ``python -m``
+        name = main.__spec__.name
+        return f"the module {name}" if name.rpartition(".")[2] == "__main__" else None
     path = getattr(main, "__file__", None)
-    if name is None and (path is None or not os.path.isfile(path)):
-        raise ConfigError(
-            f"{main_spec.id}: make={main_spec.make!r} is defined in an interactive session, where a process cannot "
-            'find it: put it into a module, or pass host="thread"'
-        )
-    return child.Order(pickled, name, path if name is None else None, tuple(sys.argv))
+    return None if path is not None and os.path.isfile(path) else "an interactive session"
 
 
-def unpicklable(what: str, error: BaseException) -> str:
-    """Return the message for something that cannot be sent to a process."""
-    return f'{what} cannot be sent to a process ({error}): define it at the top of a module, or pass host="thread"'
+def wait_for(process: subprocess.Popen[bytes]) -> int:
+    """Wait until a child has ended, end what it has started and left behind, and return its exit code."""
+    if sys.platform == "linux":
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its number is still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 def heed(future: asyncio.Future[Any]) -> None:

@@ -21,7 +21,7 @@ from ebrl.core.records import Array, EnvSpec, Observation, StepResult
 from ebrl.sim.child import unpack
 from ebrl.sim.failures import Phase
 from ebrl.sim.hosts import Reset, Running, Slot, open_all
-from ebrl.sim.link import KILL_S, Link, complete, heed, make_order, unpicklable
+from ebrl.sim.link import KILL_S, Link, complete, heed, make_order, packed
 from ebrl.sim.shm import (
     BUILD,
     CALL,
@@ -98,9 +98,9 @@ class ProcessSlot:
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `Slot`."""
         try:
-            request = pickle.dumps(fn)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            future.set_exception(ConfigError(unpicklable(f"call({fn!r})", error)))
+            request = packed(fn, f"call({fn!r})")
+        except ConfigError as error:
+            future.set_exception(error)
             return
         self._post(Operation(self, future, CALL, frame(request)))
 
