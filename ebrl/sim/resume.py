@@ -9,7 +9,7 @@ one decision to the next is lost; and it draws (`rng`) and asks other actors aga
 decision. That is as it was for a program that draws before a decision and its step, and for one that draws after them;
 one that does both finds other numbers before its first decision, and the same ones after it.
 
-The other half of `EnvContext` and `EnvGroup`, on which everything here works.
+The other half of `EnvContext` and `Feed`, on which everything here works.
 """
 
 from __future__ import annotations
