@@ -21,7 +21,7 @@ from ebrl.sim.tasks import check_even, check_groups
 
 
 class Feed:
-    """Says what the environments of a group run next, and keeps what came of it until a trainer or an evaluation takes it.
+    """Says what the environments of a group run next, and keeps what came of it until a trainer or `evaluate` takes it.
 
     Each group holds one, and each of its environments works with it; used on the loop only. What trainers call is
     described at `EnvGroup`.
