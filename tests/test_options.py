@@ -108,6 +108,11 @@ def test_options_of_trainers(options: dict[str, Any], message: str) -> None:
     [
         ({"count": 2.0}, "count must be a whole number of at least 1, got 2.0"),
         ({"count": "2"}, "count must be a whole number of at least 1, got '2'"),
+        ({"count": None}, "count must be a whole number of at least 1, got None"),
+        ({"group_size": None}, "group_size must be a whole number of at least 1, got None"),
+        ({"segment_length": 0}, "segment_length must be a whole number of at least 1, got 0"),
+        ({"failures": "drop"}, "failures must be a FailurePolicy, as FailurePolicy(\"drop\"), or None, got 'drop'"),
+        ({"failures": 0}, 'failures must be a FailurePolicy, as FailurePolicy("drop"), or None, got 0'),
         ({"group_size": 2.5}, "group_size must be a whole number of at least 1, got 2.5"),
         ({"lanes": 0}, "lanes must be a whole number of at least 1, got 0"),
         ({"host": "proces"}, "host must be one of ('thread', 'process', 'inline', 'auto') or None, got 'proces'"),
@@ -119,6 +124,14 @@ def test_options_of_groups(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         envs(**options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("spec", ["CartPole-v1", None, [SPEC, "scripted"]])
+def test_specs_of_groups(spec: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"spec must be an EnvSpec, as env_spec\(...\) returns, or several of them, got"
+    ):
+        EnvGroup(spec, actor=Generator(ScriptedPolicy(SPEC)), count=2)
 
 
 def test_checkpoints_that_are_kept(tmp_path: Path) -> None:

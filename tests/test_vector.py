@@ -392,11 +392,17 @@ def test_rules_of_programs(program: Any, message: str) -> None:
 
 def test_what_does_not_go_together() -> None:
     gen = Generator(ScriptedPolicy(batched_spec()))
+    spec: Any
     for spec, group, message in (
         (scripted_spec(), {}, r"scripted is no batched simulator: use EnvGroup, or env_spec\(..., num_slots=8\)"),
         ([batched_spec(2, task="a"), batched_spec(3, task="b")], {}, "scripted has 2 slots and scripted has 3"),
         (batched_spec(), {"group_size": 3}, "4 slots are no multiple of group_size=3"),
         (batched_spec(), {"num_groups": 0}, "num_groups must be a whole number of at least 1, got 0"),
+        (batched_spec(), {"num_groups": None}, "num_groups must be a whole number of at least 1, got None"),
+        (batched_spec(), {"threads": "2"}, "threads must be a whole number of at least 1, got '2'"),
+        (batched_spec(), {"segment_length": 1.5}, "segment_length must be a whole number of at least 1, got 1.5"),
+        (batched_spec(), {"failures": "drop"}, r"failures must be a FailurePolicy, .* or None, got 'drop'"),
+        ("scripted", {}, r"spec must be an EnvSpec, as env_spec\(...\) returns, or several of them, got 'scripted'"),
         (batched_spec(), {"program": rollout}, r"program rollout drives one environment \(EnvContext\)"),
         (replace(batched_spec(), slot_seeds=False), {"group_size": 2}, "its episodes cannot begin alike"),
     ):

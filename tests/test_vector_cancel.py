@@ -103,7 +103,7 @@ def run_program(program: Any, seconds: float = 2.0, **options: Any) -> VectorSta
         async with vector_training(spec, VirtualMachine(LAWS), program=program, batch_size=100, **options) as s:
             await asyncio.sleep(seconds)
             s.rows = s.gen.statistics()["rows"]
-            s.open = [recorder.open_segment for recorder in s.envs.recorders]
+            s.open = [recorder.open_segment for recorder in s.envs.feed.recorders]
             assert s.envs.admission.ledger().balanced
             return s
 

@@ -322,7 +322,7 @@ async def _next_episode(env: EnvContext) -> tuple[int, int]:
     while plan.must_wait(env.index):
         env._request.answered_s = 0.0
         await plan.wait(env.index)
-    cohorts, episode = env._group.cohorts, env.episode + 1  # as they are now: a resume counts on from an earlier run
+    cohorts, episode = env._group.feed.cohorts, env.episode + 1  # only now: a resume counts on from an earlier run
     assigned = plan.next(env.index, episode)
     if cohorts is not None and cohorts.must_wait(env.index, episode):
         env._request.answered_s = 0.0
@@ -361,8 +361,8 @@ def _begin_episode(env: EnvContext, obs: Observation) -> None:
 
 def _close(env: EnvContext) -> None:
     env.recorder.end(env._last_obs)
-    if env._group.cohorts is not None:
-        env._group.cohorts.end(env.index, env.episode, env.meter.success, lost=env.meter.lost)
+    if env._group.feed.cohorts is not None:
+        env._group.feed.cohorts.end(env.index, env.episode, env.meter.success, lost=env.meter.lost)
     if env.recorder.log is not None:
         env.recorder.log.end()
 
@@ -424,12 +424,8 @@ def _end_episode(env: EnvContext, why: str) -> None:
     env._needs_reset = why
     if env.episode == env.reported:
         return
-    if env.fault is not None:  # no episode, since it did not end by itself
-        env._group.plan.give_back(env.index, (env.meter.position, env.meter.seed))
-        return
-    decision, recorder = env.recorder.current, env.recorder
-    version = env.version if decision is None else decision.version
-    env._group.finish(env.meter.end(env.index, env.task, env._loop.time(), recorder.num_decisions, version))
+    failed = env.fault is not None  # then it did not end by itself, and is none
+    env._group.feed.finish(env.recorder, env.meter, env._loop.time(), env.version, failed=failed)
 
 
 def _span(env: EnvContext, name: str) -> None:

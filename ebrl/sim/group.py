@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, whole, word
+from ebrl.core.errors import ConfigError, whole, word
 from ebrl.core.leases import Lease
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
@@ -20,19 +18,17 @@ from ebrl.core.saved import SavedExperience
 from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
 from ebrl.sim.auto import Choice, choose
-from ebrl.sim.cohorts import Cohorts
 from ebrl.sim.context import EnvContext
-from ebrl.sim.failures import FailurePolicy, refuse_drop
+from ebrl.sim.failures import FailurePolicy
+from ebrl.sim.feed import Feed
 from ebrl.sim.hosts import SimHost
 from ebrl.sim.life import live
 from ebrl.sim.placement import make_hosts, slots_of, take_memory, take_spare_memory
-from ebrl.sim.plan import Plan
 from ebrl.sim.programs import rollout
-from ebrl.sim.recorder import Recorder, cut_stale
 from ebrl.sim.recovery import Recovery
-from ebrl.sim.resume import Past, resume_group, save_group
+from ebrl.sim.resume import Past, save_env
 from ebrl.sim.spares import Spares
-from ebrl.sim.tasks import as_specs, check_even, check_groups, chosen_host, spread
+from ebrl.sim.tasks import as_specs, chosen_host, spread
 
 EnvProgram: TypeAlias = Callable[[EnvContext], Awaitable[None]]
 OnResume: TypeAlias = Literal["next", "replay"]
@@ -47,6 +43,7 @@ class EnvGroup:
 
     Attributes:
         specs: Of each environment.
+        tasks: Of each environment.
         choice: Where ``host="auto"`` has simulators run, and why; None until that is known, and with other hosts.
         profile: What is known of steps, resets and turn-arounds; as of the last call of `statistics`.
     """
@@ -104,13 +101,19 @@ class EnvGroup:
         Raises:
             ConfigError: An option out of range, or specs that do not go together.
         """
-        _check_numbers(count=count, group_size=group_size, lanes=lanes, segment_length=segment_length)
+        whole("count", count)
+        whole("group_size", group_size)
+        if lanes is not None:
+            whole("lanes", lanes)
         word("host", host, Host)
         word("on_resume", on_resume, OnResume)
         whole("spares", spares, 0, count)
         specs = as_specs(spec)
         spec_of = spread(specs, count, group_size)
-        self.specs = [specs[i] for i in spec_of]
+        self.feed = feed = Feed(
+            name, specs, spec_of, group_size=group_size, segment_length=segment_length, failures=failures
+        )
+        self.specs, self.tasks, self.admission, self.plan = feed.specs, feed.tasks, feed.admission, feed.plan
         self.actor = actor
         self.count = count
         self.group_size = group_size
@@ -120,7 +123,6 @@ class EnvGroup:
         self.seed = 0
         self.trace: Trace | None = None
         self.clock = time.monotonic
-        self.admission = Admission(count)
         self.profile = SimulationProfile(name)
         self.choice: Choice | None = None
         self._program = program
@@ -132,23 +134,15 @@ class EnvGroup:
         self._hosts: list[SimHost] = []
         self._scope: Scope | None = None
         self._memory: list[Lease] = []
-        cut = segment_length or sys.maxsize
-        self._recorders = [Recorder(i, x.task, x.action_repeat, cut, self._hand_over) for i, x in enumerate(self.specs)]
         self._contexts: list[EnvContext] = []
-        self._segments: list[Segment] = []
-        self._episodes: list[Episode] = []
-        self.plan = Plan(spec_of, group_size)
-        self.cohorts: Cohorts | None = None
-        failures = failures or FailurePolicy()
-        self.recovery = Recovery(failures, self.tasks)
-        self.spares = Spares(spares, specs, spec_of, failures)
+        self.recovery = Recovery(feed.policy, self.tasks)
+        self.spares = Spares(spares, specs, spec_of, feed.policy)
 
     def open(self, runtime: Runtime) -> None:
         """Take lanes; called by `Runtime.start`."""
         self._runtime = runtime
-        self.seed = runtime.seed
-        self.trace = runtime.trace
-        self.clock = runtime.clock
+        self.feed.open(self.name, runtime)
+        self.seed, self.trace, self.clock = runtime.seed, runtime.trace, runtime.clock
         self.replays = runtime.deterministic if self._on_resume is None else self._on_resume == "replay"
         if self._host != "auto":
             self._hosts = _hosts_for(self, runtime, self._host, self.specs, self.name)
@@ -159,7 +153,17 @@ class EnvGroup:
 
     def reading(self) -> SimReading:
         """What the tuner needs to know; see `ebrl.core.tuning.TunedGroup`."""
-        return _reading(self)
+        assert self._runtime is not None
+        claim, hosts = self._runtime.claim("sim"), self._hosts
+        return SimReading(
+            name=self.name,
+            gen="",
+            num_envs=len(self._contexts) - self.plan.num_waiting - len(self.recovery.dropped),
+            num_steps=self.env_steps - self._past.env_steps,
+            busy_s=sum(host.busy_s for host in hosts),
+            num_cores=claim.account.ceiling if claim is not None else self._runtime.machine.num_cores,
+            cpu_part=sum(host.times.cpu_part() for host in hosts) / len(hosts) if hosts else 1.0,
+        )
 
     async def serve(self) -> None:
         """Run all programs until cancelled; each begins with its simulator."""
@@ -169,7 +173,14 @@ class EnvGroup:
 
     def statistics(self) -> Mapping[str, float]:
         """Env steps and their rate, lane time, use of the cores, who waits, the ledger, restarts, and resets."""
-        return _statistics(self)
+        return {
+            "env_steps": self.env_steps,
+            "busy_s": sum(host.busy_s for host in self._hosts),
+            **_read(self),
+            **self.feed.counts(),
+            **self.recovery.counts(),
+            **self.spares.counts(),
+        }
 
     async def aclose(self, deadline_s: float) -> None:
         """Close the simulators, each behind its running call."""
@@ -185,11 +196,6 @@ class EnvGroup:
             lease.release()
         if self._scope is not None:
             self._scope.cancel()  # again: a program that still awaits something in a `finally` has had its time
-
-    @property
-    def tasks(self) -> list[str]:
-        """Of each environment."""
-        return [spec.task for spec in self.specs]
 
     @property
     def faults(self) -> Mapping[str, int]:
@@ -228,13 +234,13 @@ class EnvGroup:
                 may be dropped, where all of them are needed; or `saved` is of other environments or another seed.
             Closed: The group was not started.
         """
-        self.plan.refuse_training(self.name)
-        if self._runtime is None:
-            raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
-        _open_admission(self, batch_size, max_lag, quota=quota, groups=groups, saved=saved)
-        for recorder in self._recorders:
-            recorder.admission = self.admission
-        self.plan.train(self.seed)
+        settled = self.feed.train(batch_size, max_lag, quota=quota, groups=groups, saved=saved, replay=self.replays)
+        if settled is not None:
+            self._past.take(settled.envs, self._contexts)
+        assert self._runtime is not None
+        if self._runtime.events is not None:
+            facts = {"specs": [spec.id for spec in self.specs[:1]], "count": self.count, "actor": self.actor.name}
+            self._runtime.events.describe("groups", self.name, **facts)
 
     def take_segments(self, stale: int | None = None) -> list[Segment]:
         """Hand over all segments that are ready, in order of arrival.
@@ -244,10 +250,7 @@ class EnvGroup:
                 wait for the next batch; then, while a batch is not complete, those with the oldest versions. None:
                 cut nothing. Of groups nothing is cut.
         """
-        if stale is not None and self.cohorts is None:
-            cut_stale(self._recorders, self.admission, stale)
-        segments, self._segments = self._segments, []
-        return segments
+        return self.feed.take_segments(stale)
 
     def save(self) -> SavedExperience:
         """Return what is needed to go on from here in another process.
@@ -255,12 +258,14 @@ class EnvGroup:
         Raises:
             ConfigError: The simulators are still being built.
         """
-        return save_group(self)
+        later, waiting = self._past.waiting, self.admission.waiting
+        if len(self._contexts) + len(later) < self.count:
+            raise ConfigError(f"{self.name} is still being built: save a run after one of its updates")
+        return self.feed.save([*(save_env(env, waiting) for env in self._contexts), *later.values()])
 
     def take_episodes(self) -> list[Episode]:
         """Episodes that ended since the last call."""
-        episodes, self._episodes = self._episodes, []
-        return episodes
+        return self.feed.take_episodes()
 
     async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
         """Run one episode per seed and task, and wait for all of them, recording nothing for training.
@@ -278,26 +283,7 @@ class EnvGroup:
             ConfigError: The group is used for training, or a seed is out of range.
             Closed: The group was not started.
         """
-        if self._runtime is None:
-            raise Closed(f"{self.name} was not started: call rt.start(envs) before the evaluation")
-        return await self.plan.run(list(seeds))
-
-    # The programs' side.
-
-    def finish(self, episode: Episode) -> None:
-        """An episode has ended."""
-        if not self.plan.finished(episode):
-            self._episodes.append(episode)
-
-    def _hand_over(self, segment: Segment) -> None:
-        self.admission.emit(len(segment.decisions))
-        self._segments.append(segment)
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None:
-            whole(name, value)
+        return await self.feed.run(seeds)
 
 
 def _hosts_for(group: EnvGroup, runtime: Runtime, place: Place, specs: Sequence[EnvSpec], name: str) -> list[SimHost]:
@@ -329,72 +315,11 @@ async def _begin(group: EnvGroup, scope: Scope) -> None:
         further = _hosts_for(group, runtime, place, spares.specs[:num], f"{group.name}-spare")
         spares.begin(group, further)
         hosts += further
-    for index, recorder in enumerate(group._recorders):
+    for index, recorder in enumerate(group.feed.recorders):
         context = EnvContext(group, index, slots[index], recorder)
         group._contexts.append(context)
         group._past.give(context)
         context.running = scope.start(live(group._program, context), f"{group.name}-{index}")
-
-
-def _open_admission(
-    group: EnvGroup, batch_size: int, max_lag: int, *, quota: bool, groups: bool, saved: SavedExperience | None
-) -> None:
-    runtime = group._runtime
-    assert runtime is not None
-    exact = runtime.deterministic and max_lag == 0
-    refuse_drop(group.recovery.policy, group.name, all_needed=quota or exact or groups)
-    if quota:
-        check_even(group.tasks)
-    if groups:
-        check_groups(group.name, group.group_size, quota)
-        group.cohorts = cohorts = Cohorts(
-            group.admission,
-            group._hand_over,
-            num_envs=group.count,
-            size=group.group_size,
-            batch_size=batch_size,
-            max_lag=max_lag,
-            in_waves=exact,
-        )
-        for recorder in group._recorders:
-            recorder.emit = cohorts.add
-    saved = saved and resume_group(group, saved)
-    group.admission.open(batch_size, max_lag, per_env=quota or (exact and not groups), whole=groups, saved=saved)
-    if runtime.events is not None:
-        facts = {"specs": [spec.id for spec in group.specs[:1]], "count": group.count, "actor": group.actor.name}
-        runtime.events.describe("groups", group.name, **facts)
-
-
-def _reading(group: EnvGroup) -> SimReading:
-    assert group._runtime is not None
-    claim, hosts = group._runtime.claim("sim"), group._hosts
-    return SimReading(
-        name=group.name,
-        gen="",
-        num_envs=len(group._contexts) - group.plan.num_waiting - len(group.recovery.dropped),
-        num_steps=group.env_steps - group._past.env_steps,
-        busy_s=sum(host.busy_s for host in hosts),
-        num_cores=claim.account.ceiling if claim is not None else group._runtime.machine.num_cores,
-        cpu_part=sum(host.times.cpu_part() for host in hosts) / len(hosts) if hosts else 1.0,
-    )
-
-
-def _statistics(group: EnvGroup) -> dict[str, float]:
-    ledger = group.admission.ledger()
-    return {
-        "env_steps": group.env_steps,
-        "busy_s": sum(host.busy_s for host in group._hosts),
-        **_read(group),
-        "waiting_for_credit": ledger.num_waiting + (group.cohorts.num_waiting if group.cohorts is not None else 0),
-        "started": ledger.started,
-        "trained": ledger.trained,
-        "buffered": ledger.buffered,
-        "parked": ledger.parked,
-        "in_flight": ledger.in_flight,
-        **{f"dropped_{reason}": num for reason, num in ledger.dropped.items()},
-        **group.recovery.counts(),
-        **group.spares.counts(),
-    }
 
 
 def _read(group: EnvGroup) -> dict[str, float]:

@@ -9,21 +9,21 @@ one decision to the next is lost; and it draws (`rng`) and asks other actors aga
 decision. That is as it was for a program that draws before a decision and its step, and for one that draws after them;
 one that does both finds other numbers before its first decision, and the same ones after it.
 
-The other half of `EnvContext` and `EnvGroup`, on which everything here works.
+The other half of `EnvContext` and `Feed`, on which everything here works.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ebrl.core.errors import ConfigError, SimulatorError
-from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation, StepResult
+from ebrl.core.records import Array, ArraySpec, Observation, StepResult
 from ebrl.core.saved import Others, SavedEnv, SavedEpisode, SavedExperience
 from ebrl.sim.recovery import blame_reset
 from ebrl.sim.requests import Other, noise_of
@@ -33,23 +33,9 @@ if TYPE_CHECKING:
 
     from ebrl.sim.cohorts import Cohorts
     from ebrl.sim.context import EnvContext
-    from ebrl.sim.group import EnvGroup
+    from ebrl.sim.feed import Feed
 
 logger = logging.getLogger("ebrl")
-
-
-class Resumable(Protocol):
-    """What a checkpoint of a group tells of it; each must be the same in the group that goes on."""
-
-    name: str
-    seed: int
-    group_size: int
-    specs: list[EnvSpec]
-    cohorts: Cohorts | None
-
-    @property
-    def tasks(self) -> list[str]:
-        """Of each environment."""
 
 
 class EpisodeLog:
@@ -215,10 +201,12 @@ class Past:
         """Of environments that are not built yet."""
         return sum(env.env_steps for env in self.waiting.values())
 
-    def take(self, envs: Sequence[SavedEnv]) -> None:
-        """There is one."""
+    def take(self, envs: Sequence[SavedEnv], built: Iterable[EnvContext]) -> None:
+        """There is one, of all environments; those that are built go on."""
         self.waiting = dict(enumerate(envs))
         self.env_steps = sum(env.env_steps for env in envs)
+        for env in built:
+            self.give(env)
 
     def give(self, env: EnvContext) -> None:
         """Let an environment go on, if there is something to go on with."""
@@ -286,80 +274,29 @@ def same(a: Observation, b: Observation) -> bool:
     return not isinstance(a, dict) and not isinstance(b, dict) and np.array_equal(a, b)
 
 
-def save_group(group: EnvGroup) -> SavedExperience:
-    """Return what is needed to go on with a group in another process.
-
-    Raises:
-        ConfigError: It is still being built, and began nothing elsewhere.
-    """
-    later = group._past.waiting
-    if len(group._contexts) + len(later) < group.count:
-        raise ConfigError(f"{group.name} is still being built: save a run after one of its updates")
-    segments = [recorder.open_segment for recorder in group._recorders] if group.cohorts is None else []
-    waiting = group.admission.waiting
-    return SavedExperience(
-        seed=group.seed,
-        name=group.name,
-        ids=[spec.id for spec in group.specs],
-        tasks=group.tasks,
-        group_size=group.group_size,
-        compared=group.cohorts is not None,
-        ledger=group.admission.ledger(),
-        ahead=group.admission.ahead,
-        segments=list(group._segments),
-        open=[segment for segment in segments if segment is not None],
-        episodes=list(group._episodes),
-        envs=[*(save_env(context, waiting) for context in group._contexts), *later.values()],
-    )
-
-
-def resume_group(group: EnvGroup, saved: SavedExperience) -> SavedExperience:
-    """Give everybody what it goes on with, and return all of it.
-
-    Raises:
-        ConfigError: It is of another number of environments, of other ones, or of another seed.
-    """
-    cohorts = group.cohorts
-    check_alike(group, saved)
-    if group.replays:
-        _warn_of_loss(group, saved)
-    saved = saved.settled(replay=group.replays and cohorts is None)
-    envs = saved.envs
-    if cohorts is not None:
-        envs = align(envs, group.group_size, cohorts)
-    group._segments, group._episodes = list(saved.segments), list(saved.episodes)
-    still_open = {segment.env: segment for segment in saved.open}
-    for recorder, env in zip(group._recorders, envs, strict=True):
-        recorder.resume(env.num_decisions, still_open.get(recorder.env))
-    group._past.take(envs)
-    for context in group._contexts:
-        group._past.give(context)
-    return saved
-
-
-def check_alike(group: Resumable, saved: SavedExperience) -> None:
-    """Check that a run can be continued by these environments.
+def check_alike(feed: Feed, saved: SavedExperience, seed: int) -> None:
+    """Check that a run can be continued by these environments, in a run of that seed.
 
     Raises:
         ConfigError: It is of another number of environments, of other ones, or of another seed.
     """
     num, size, kind = len(saved.envs), saved.group_size, "groups" if saved.compared else "no groups"
     for theirs, ours, what in (
-        (saved.name, group.name, f"of a group {saved.name!r}: use name={saved.name!r}"),
-        (num, len(group.specs), f"of {num} environments, not {len(group.specs)}: use as many"),
-        (size, group.group_size, f"of groups of {size}: use group_size={size}"),
-        (saved.compared, group.cohorts is not None, f"of a learner that compares {kind}: use that learner"),
-        (saved.seed, group.seed, f"of seed {saved.seed}: use Runtime(seed={saved.seed})"),
+        (saved.name, feed.name, f"of a group {saved.name!r}: use name={saved.name!r}"),
+        (num, len(feed.specs), f"of {num} environments, not {len(feed.specs)}: use as many"),
+        (size, feed.group_size, f"of groups of {size}: use group_size={size}"),
+        (saved.compared, feed.cohorts is not None, f"of a learner that compares {kind}: use that learner"),
+        (saved.seed, seed, f"of seed {saved.seed}: use Runtime(seed={saved.seed})"),
     ):
         if theirs != ours:
-            raise ConfigError(f"{group.name}: the checkpoint is {what}")
+            raise ConfigError(f"{feed.name}: the checkpoint is {what}")
     for what, names, own in (
-        ("the checkpoint is of", saved.ids, [spec.id for spec in group.specs]),
-        ("the checkpoint is of task", saved.tasks, group.tasks),
+        ("the checkpoint is of", saved.ids, [spec.id for spec in feed.specs]),
+        ("the checkpoint is of task", saved.tasks, feed.tasks),
     ):
         for i, (name, now) in enumerate(zip(names, own, strict=True)):
             if name != now:
-                raise ConfigError(f"{group.name}: {what} {name!r} in env {i}, not {now!r}: use the same specs")
+                raise ConfigError(f"{feed.name}: {what} {name!r} in env {i}, not {now!r}: use the same specs")
 
 
 def align(envs: list[SavedEnv], size: int, cohorts: Cohorts) -> list[SavedEnv]:
@@ -369,21 +306,22 @@ def align(envs: list[SavedEnv], size: int, cohorts: Cohorts) -> list[SavedEnv]:
     return [replace(env, episode=last[i // size]) for i, env in enumerate(envs)]
 
 
-def _warn_of_loss(group: EnvGroup, saved: SavedExperience) -> None:
-    if group.cohorts is not None:
+def warn_of_loss(feed: Feed, saved: SavedExperience) -> None:
+    """Say which episodes are given up, where they are to be run again."""
+    if feed.cohorts is not None:
         if saved.ledger.parked or saved.ledger.in_flight:
-            logger.warning("%s: episodes of groups are not run again: those that were open are given up", group.name)
+            logger.warning("%s: episodes of groups are not run again: those that were open are given up", feed.name)
         return
     if not any(env.running is not None for env in saved.envs):
         logger.warning(
             '%s: the run that saved did not note how to run its episodes again (on_resume="replay"): they are given up',
-            group.name,
+            feed.name,
         )
     num = sum(env.running is not None and env.running.called for env in saved.envs)
     if num:
         logger.warning(
             "%s: %d running episodes are given up, since their programs have called the simulator (env.call), which "
             "cannot be done again: from here on the run is not the one that it would have been",
-            group.name,
+            feed.name,
             num,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,11 +20,15 @@ def as_specs(spec: EnvSpec | Sequence[EnvSpec], *, batched: bool = False) -> tup
         batched: Of batched simulators.
 
     Raises:
-        ConfigError: There are none, or several that differ in what they observe or how they act, or without a task; or
-            they are of the other kind of simulators.
+        ConfigError: There are none, or something else; several that differ in what they observe or how they act, or
+            without a task; or they are of the other kind of simulators.
     """
-    specs = (spec,) if isinstance(spec, EnvSpec) else tuple(spec)
+    specs = tuple(spec) if isinstance(spec, Iterable) else (spec,)
     for each in specs:
+        if not isinstance(each, EnvSpec):
+            raise ConfigError(
+                f"spec must be an EnvSpec, as env_spec(...) returns, or several of them, got {spec!r:.80}"
+            )
         if each.num_slots and not batched:
             raise ConfigError(
                 f"{each.id} is a batched simulator of {each.num_slots} slots, which no program of a single environment "

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError, whole
+from ebrl.core.errors import ConfigError, whole
 from ebrl.core.leases import Lease
 from ebrl.core.profile import SimulationProfile
 from ebrl.core.protocols import Actor
@@ -21,18 +19,16 @@ from ebrl.core.runtime import Runtime
 from ebrl.core.saved import SavedExperience
 from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
-from ebrl.sim.cohorts import Cohorts
-from ebrl.sim.failures import FailurePolicy, refuse_drop
+from ebrl.sim.failures import FailurePolicy
+from ebrl.sim.feed import Feed
 from ebrl.sim.life import live
 from ebrl.sim.placement import take_memory
-from ebrl.sim.plan import Plan
 from ebrl.sim.programs import vector_rollout
-from ebrl.sim.recorder import Recorder, cut_stale
 from ebrl.sim.recovery import Recovery
-from ebrl.sim.tasks import as_specs, check_even, check_groups, spread
+from ebrl.sim.tasks import as_specs, spread
 from ebrl.sim.vector_context import VectorContext
+from ebrl.sim.vector_episodes import go_on, save_slots
 from ebrl.sim.vector_host import VectorHost, close_hosts
-from ebrl.sim.vector_resume import resume_vectors, save_vectors
 
 logger = logging.getLogger("ebrl")
 VectorProgram: TypeAlias = Callable[[VectorContext], Awaitable[None]]
@@ -50,6 +46,7 @@ class VectorGroup:
 
     Attributes:
         specs: Of each environment.
+        tasks: Of each environment.
         profile: What is known of steps, resets and turn-arounds, each of a whole simulator.
     """
 
@@ -88,15 +85,16 @@ class VectorGroup:
             ConfigError: A number out of range, specs that do not go together or are of single simulators, or a program
                 for a single environment.
         """
-        numbers = {"num_groups": num_groups, "group_size": group_size, "threads": threads}
-        for label, value in {**numbers, "segment_length": segment_length}.items():
-            if value is not None:
-                whole(label, value)
+        for label, value in (("num_groups", num_groups), ("group_size", group_size), ("threads", threads)):
+            whole(label, value)
         _check_program(program)
         specs = as_specs(spec, batched=True)
         self.num_slots = num_slots = _common_slots(specs, group_size)
         spec_of = spread(specs, num_groups * num_slots, num_slots)
-        self.specs = [specs[i] for i in spec_of]
+        self.feed = feed = Feed(
+            name, specs, spec_of, group_size=group_size, segment_length=segment_length, failures=failures
+        )
+        self.specs, self.tasks, self.admission, self.plan = feed.specs, feed.tasks, feed.admission, feed.plan
         self.actor = actor
         self.num_groups = num_groups
         self.group_size = group_size
@@ -105,18 +103,9 @@ class VectorGroup:
         self.seed = 0
         self.trace: Trace | None = None
         self.clock = time.monotonic
-        self.admission = Admission(len(self.specs))
         self.profile = SimulationProfile(name)
-        self.plan = Plan(spec_of, group_size)
-        self.cohorts: Cohorts | None = None
-        self.segments: list[Segment] = []
-        self.episodes: list[Episode] = []
-        length = segment_length or sys.maxsize
-        self.recorders = [
-            Recorder(i, each.task, each.action_repeat, length, self.hand_over) for i, each in enumerate(self.specs)
-        ]
         self.contexts: list[VectorContext] = []
-        self.recovery = Recovery(failures or FailurePolicy(), self.tasks[::num_slots], "simulator")
+        self.recovery = Recovery(feed.policy, self.tasks[::num_slots], "simulator")
         self._program = program
         self._threads = threads
         self._runtime: Runtime | None = None
@@ -135,6 +124,7 @@ class VectorGroup:
                 "a recorded run has no batched simulators: leave out Runtime(record=...), or use EnvGroup"
             )
         self._runtime = runtime
+        self.feed.open(self.name, runtime)
         self.seed, self.trace, self.clock = runtime.seed, runtime.trace, runtime.clock
         claim, machine = runtime.claim("sim"), runtime.machine
         self._hosts = [
@@ -142,7 +132,7 @@ class VectorGroup:
             for i, spec in enumerate(self.specs[:: self.num_slots])
         ]
         self.contexts = [
-            VectorContext(self, i, host, self.recorders[i * self.num_slots : (i + 1) * self.num_slots])
+            VectorContext(self, i, host, self.feed.recorders[i * self.num_slots : (i + 1) * self.num_slots])
             for i, host in enumerate(self._hosts)
         ]
         self.profile = SimulationProfile(self.name)
@@ -176,18 +166,11 @@ class VectorGroup:
 
     def statistics(self) -> Mapping[str, float]:
         """Env steps, the rate of simulator steps, lane time, its part in use, who waits, the ledger, and restarts."""
-        ledger = self.admission.ledger()
         return {
             "env_steps": self.env_steps,
             "busy_s": sum(host.busy_s for host in self._hosts),
             **_read(self),
-            "waiting_for_credit": ledger.num_waiting + (self.cohorts.num_waiting if self.cohorts is not None else 0),
-            "started": ledger.started,
-            "trained": ledger.trained,
-            "buffered": ledger.buffered,
-            "parked": ledger.parked,
-            "in_flight": ledger.in_flight,
-            **{f"dropped_{reason}": num for reason, num in ledger.dropped.items()},
+            **self.feed.counts(),
             **self.recovery.counts(),
         }
 
@@ -204,11 +187,6 @@ class VectorGroup:
             self._memory = None
         if self._scope is not None:
             self._scope.cancel()  # again: a program that still awaits something in a `finally` has had its time
-
-    @property
-    def tasks(self) -> list[str]:
-        """Of each environment."""
-        return [spec.task for spec in self.specs]
 
     @property
     def env_steps(self) -> int:
@@ -232,61 +210,32 @@ class VectorGroup:
         saved: SavedExperience | None = None,
     ) -> None:
         """Begin to produce segments, or go on with it; called once, by a trainer. As `EnvGroup.open_training`."""
-        self.plan.refuse_training(self.name)
-        if self._runtime is None:
-            raise Closed(f"{self.name} was not started: call rt.start(envs) before the trainer's")
-        exact = self._runtime.deterministic and max_lag == 0
-        refuse_drop(self.recovery.policy, self.name, all_needed=quota or exact or groups)
-        if quota:
-            check_even(self.tasks)
-        if groups:
-            check_groups(self.name, self.group_size, quota)
-            self.cohorts = _cohorts(self, batch_size, max_lag, in_waves=exact)
-        saved = saved and resume_vectors(self, saved)
-        per_env = quota or (exact and not groups)
-        self.admission.open(batch_size, max_lag, per_env=per_env, whole=groups, saved=saved)
-        for recorder in self.recorders:
-            recorder.admission = self.admission
-        self.plan.train(self.seed)
+        settled = self.feed.train(batch_size, max_lag, quota=quota, groups=groups, saved=saved, replay=False)
+        if settled is not None:
+            for context in self.contexts:
+                go_on(context, settled.envs)
 
     def take_segments(self, stale: int | None = None) -> list[Segment]:
         """Hand over all segments that are ready, in order of arrival; see `EnvGroup.take_segments`."""
-        if stale is not None and self.cohorts is None:
-            cut_stale(self.recorders, self.admission, stale)
-        segments, self.segments = self.segments, []
-        return segments
+        return self.feed.take_segments(stale)
 
     def save(self) -> SavedExperience:
         """Return what is needed to go on from here in another process; running episodes are given up there."""
-        return save_vectors(self)
+        waiting = self.admission.waiting
+        return self.feed.save([slot for context in self.contexts for slot in save_slots(context, waiting)])
 
     def take_episodes(self) -> list[Episode]:
         """Episodes that ended since the last call."""
-        episodes, self.episodes = self.episodes, []
-        return episodes
+        return self.feed.take_episodes()
 
     async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
         """Run one episode per seed and task, and wait for all of them; see `EnvGroup.run_episodes`."""
-        if self._runtime is None:
-            raise Closed(f"{self.name} was not started: call rt.start(envs) before the evaluation")
         if not all(spec.slot_seeds for spec in self.specs):
             logger.warning(
                 "%s: %s gives no slot a seed of its own, so that seeds of this evaluation only number its episodes",
                 self.name, self.specs[0].id,
             )  # fmt: skip
-        return await self.plan.run(list(seeds))
-
-    # The programs' side.
-
-    def finish(self, episode: Episode) -> None:
-        """An episode has ended."""
-        if not self.plan.finished(episode):
-            self.episodes.append(episode)
-
-    def hand_over(self, segment: Segment) -> None:
-        """A segment is complete."""
-        self.admission.emit(len(segment.decisions))
-        self.segments.append(segment)
+        return await self.feed.run(seeds)
 
 
 def _check_program(program: VectorProgram) -> None:
@@ -317,21 +266,6 @@ def _common_slots(specs: Sequence[EnvSpec], group_size: int) -> int:
     if num % group_size:
         raise ConfigError(f"{num} slots are no multiple of group_size={group_size}")
     return num
-
-
-def _cohorts(group: VectorGroup, batch_size: int, max_lag: int, *, in_waves: bool) -> Cohorts:
-    cohorts = Cohorts(
-        group.admission,
-        group.hand_over,
-        num_envs=len(group.specs),
-        size=group.group_size,
-        batch_size=batch_size,
-        max_lag=max_lag,
-        in_waves=in_waves,
-    )
-    for recorder in group.recorders:
-        recorder.emit = cohorts.add
-    return cohorts
 
 
 def _read(group: VectorGroup) -> dict[str, float]:

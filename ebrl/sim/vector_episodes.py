@@ -1,15 +1,17 @@
 """Which episodes the slots of a batched simulator run, and how they end. The other half of `VectorContext`.
 
 A slot that has none to run is idle: the list of an evaluation is at its end, or the rest of its group still runs the
-episode before. Its simulator waits only when all of its slots are idle.
+episode before. Its simulator waits only when all of its slots are idle. In another process running episodes are given
+up: what is finished of them is trained, and the next ones begin.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ebrl.core.saved import SavedEnv
 from ebrl.sim.slots import Slot
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 def may_begin(env: VectorContext, slot: Slot) -> bool:
     """Whether there is an episode for a slot now."""
-    plan, cohorts, assigned = env._group.plan, env._group.cohorts, slot.meter.assigned
+    plan, cohorts, assigned = env._group.plan, env._group.feed.cohorts, slot.meter.assigned
     if assigned is not None and plan.wants(assigned[0]):
         return True
     return not plan.must_wait(slot.index) and (cohorts is None or not cohorts.must_wait(slot.index, slot.episode + 1))
@@ -47,19 +49,15 @@ def leave(env: VectorContext, slot: Slot) -> None:
         end_episode(env, slot)
     if slot.state == "over":
         slot.recorder.end(slot.last_obs)
-        if env._group.cohorts is not None:
-            env._group.cohorts.end(slot.index, slot.episode, slot.meter.success, lost=slot.meter.lost)
+        if env._group.feed.cohorts is not None:
+            env._group.feed.cohorts.end(slot.index, slot.episode, slot.meter.success, lost=slot.meter.lost)
 
 
 def end_episode(env: VectorContext, slot: Slot) -> None:
     """The episode is over, and counts, unless its simulator has failed."""
     slot.state = "over"
-    if env.fault is not None:
-        env._group.plan.give_back(slot.index, (slot.meter.position, slot.meter.seed))
-        return
-    decision, recorder = slot.recorder.current, slot.recorder
-    version = env.version if decision is None else decision.version
-    env._group.finish(slot.meter.end(slot.index, env.task, env._loop.time(), recorder.num_decisions, version))
+    failed, now_s = env.fault is not None, env._loop.time()
+    env._group.feed.finish(slot.recorder, slot.meter, now_s, env.version, failed=failed)
 
 
 def lose_all(env: VectorContext) -> None:
@@ -84,6 +82,34 @@ def lose_assigned(env: VectorContext, numbers: Iterable[int]) -> None:
         slot.meter.lost = True
 
 
+def save_slots(context: VectorContext, waiting: Container[int]) -> Iterator[SavedEnv]:
+    """Yield what is needed to go on with each slot of a simulator in another process.
+
+    Args:
+        context: Its program's.
+        waiting: Environments that wait for a credit.
+    """
+    state = context.rng.bit_generator.state
+    for slot in context.slots:
+        yield SavedEnv(
+            episode=slot.episode,
+            num_decisions=slot.recorder.num_decisions,
+            env_steps=slot.meter.env_steps,
+            others={},
+            rng=state,
+            running=None,
+            in_flight=context.deciding(slot) and slot.index not in waiting,
+        )
+
+
+def go_on(context: VectorContext, envs: Sequence[SavedEnv]) -> None:
+    """Give every slot of a simulator what it goes on with, of all environments of its group."""
+    context.rng.bit_generator.state = envs[context.slots[0].index].rng
+    for slot in context.slots:
+        slot.episode = envs[slot.index].episode
+        slot.meter.steps_before = envs[slot.index].env_steps
+
+
 def _next(env: VectorContext, slot: Slot) -> int:
     """Take the next episode of a slot; one that it was given before stays its own until it has begun."""
     plan, meter = env._group.plan, slot.meter
@@ -96,7 +122,7 @@ def _next(env: VectorContext, slot: Slot) -> int:
 
 def _ask_for_cohorts(env: VectorContext) -> None:
     """Say of each idle slot that it waits for its group, where episodes of groups are compared."""
-    cohorts, plan = env._group.cohorts, env._group.plan
+    cohorts, plan = env._group.feed.cohorts, env._group.plan
     if cohorts is None:
         return
     for slot in env.slots:
