@@ -541,7 +541,7 @@ def test_whatever_happens_every_episode_is_run_once_by_one_simulator(
         obs, _ = await env.reset()
         while not env.done:
             assert isinstance(env.slot, ThreadSlot)
-            assert env.slot.simulator._env.seed == env.meter.seed  # type: ignore[union-attr]
+            assert env.slot.simulator._env.seed == env.meter.seed  # type: ignore[attr-defined]
             slots = [other.slot for other in env._group._contexts] + [spare.slot for spare in env._group.spares._all]
             assert len(set(map(id, slots))) == len(slots) == count + min(spares, count)
             obs = (await env.act_step(obs)).obs

@@ -105,7 +105,7 @@ class ProcessSlot:
         """See `Slot`."""
         if self.built:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            future.add_done_callback(heed)
+            future.add_done_callback(self._note_closed)
             self._post(Operation(self, future, CLOSE))
 
     def lose(self, error: EbrlError, innocent: bool) -> None:
@@ -134,6 +134,10 @@ class ProcessSlot:
 
     def _note_built(self, future: asyncio.Future[None]) -> None:
         self.built = not future.cancelled() and future.exception() is None
+
+    def _note_closed(self, future: asyncio.Future[None]) -> None:
+        heed(future)
+        self.built = False
 
 
 class ProcessHost:
