@@ -356,6 +356,20 @@ def test_a_process_that_died_is_started_again_by_who_builds_first() -> None:
     run(main())
 
 
+@both
+def test_one_that_is_retired_is_not_there_any_more(kind: Kind) -> None:
+    async def main() -> None:
+        async with opened(kind, scripted()) as host:
+            (slot,) = host.slots
+            assert slot.built
+            slot.retire()
+            with pytest.raises(SimulatorError, match="closed"):
+                await ask(slot.reset, 0)
+            assert not slot.built
+
+    run(main())
+
+
 def test_death_while_building_leaves_open() -> None:
     async def main() -> None:
         with pytest.raises(HostDied, match="exit code 3"):
