@@ -55,7 +55,7 @@ class Slot(Protocol):
     def reset(self, future: asyncio.Future[Reset], seed: int) -> None:
         """See `ebrl.sim.simulator.Simulator.reset`."""
 
-    def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False, /) -> None:
+    def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
         """See `ebrl.sim.simulator.Simulator.step`."""
 
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
@@ -155,9 +155,8 @@ class Blocking(Protocol):
     def reset(self, seed: Any, /) -> Reset:
         """Begin an episode; of a batched one in some slots, and `seed` has theirs."""
 
-    @property
-    def step(self) -> Callable[..., Any]:
-        """Executes a chunk."""
+    def step(self, actions: Array, finite: bool = False, /) -> Any:
+        """Execute a chunk."""
 
     def call(self, fn: Callable[[Any], Any], /) -> Any:
         """Return ``fn(env)``."""
@@ -211,10 +210,10 @@ class ThreadSlot:
         self._phases[future] = "reset"
         self._submit(future, self._reset, seed)
 
-    def step(self, future: asyncio.Future[Any], actions: Array, *finite: bool) -> None:
+    def step(self, future: asyncio.Future[Any], actions: Array, finite: bool = False) -> None:
         """See `Slot`."""
         self.future = future
-        self._submit(future, self._timed_step if next(self._due) else self._step, actions, *finite)
+        self._submit(future, self._timed_step if next(self._due) else self._step, actions, finite)
 
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `Slot`."""
@@ -259,8 +258,8 @@ class ThreadSlot:
     def _reset(self, seed: Any) -> Reset:
         return self._times.reset(self.simulator, seed)
 
-    def _timed_step(self, actions: Array, *finite: bool) -> Any:
-        return self._times.step(self.simulator, actions, *finite)
+    def _timed_step(self, actions: Array, finite: bool) -> Any:
+        return self._times.step(self.simulator, actions, finite)
 
     def _build(self, lane: Lane) -> None:
         close_failed(self._take(lane, "the simulator was not built"))

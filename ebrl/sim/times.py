@@ -55,10 +55,10 @@ class CallTimes:
             self._all_s, self._cpu_s = _OLD * self._all_s + all_s, _OLD * self._cpu_s + cpu_s
         return min(1.0, self._cpu_s / self._all_s) if self._all_s else 1.0
 
-    def step(self, simulator: Blocking, actions: Array, *finite: bool) -> Any:
+    def step(self, simulator: Blocking, actions: Array, finite: bool) -> Any:
         """Step a simulator, and note the time of one step of the chunk; called on its lane."""
         began_s, began_cpu_s = perf_counter(), thread_time()
-        result = simulator.step(actions, *finite)
+        result = simulator.step(actions, finite)
         took_s = perf_counter() - began_s
         self.steps.append(took_s / result.num_steps)
         self.parts.append((took_s, thread_time() - began_cpu_s))

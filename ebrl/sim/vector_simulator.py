@@ -101,12 +101,13 @@ class VectorSimulator:
         self._running = running | mask
         return seen, dict(info)
 
-    def step(self, actions: Array) -> VectorStep:
+    def step(self, actions: Array, finite: bool = False) -> VectorStep:
         """Execute a chunk in every slot until its end or the end of the slot's episode, whichever is first.
 
         Args:
             actions: ``[M, H, *action.shape]``, or ``[M, *action.shape]`` for one; each is applied `action_repeat`
                 times.
+            finite: They are said to be finite; here that is looked at in any case.
 
         Raises:
             InvalidAction: Actions contradict the spec.
