@@ -111,6 +111,10 @@ async def given_up(host: ThreadHost, world: World) -> threading.Thread:
     assert running.slot is host.slots[0]
     assert running.phase == {"build": "build", "close": "build", "reset": "reset"}.get(world.place, "call")
     host.give_up(running, LATE)
+    return hung_thread()
+
+
+def hung_thread() -> threading.Thread:
     (thread,) = [each for each in threading.enumerate() if each.name == "ebrl-sim-0"]
     return thread
 
@@ -192,6 +196,28 @@ def test_who_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
         asyncio.run(main())
         assert name in caplog.text
+
+
+def test_a_call_of_a_simulator_that_was_replaced_meanwhile_is_nobodys() -> None:
+    world = World("call")
+
+    async def main() -> None:
+        async with opened(world) as host:
+            (slot,) = host.slots
+            await slot.build()
+            building, hanging = slot.build(), world.do(slot, "call")
+            await building
+            assert await asyncio.to_thread(world.entered.wait, WAIT_S)
+            (running,) = host.running()
+            assert (running.phase, running.slot) == ("call", None)
+            thread = hung_thread()
+            host.give_up(running, LATE)
+            with pytest.raises(CallTimeout, match="late"):
+                await hanging
+            assert slot.innocent
+            await let_return(world, thread)
+
+    asyncio.run(main())
 
 
 def test_in_virtual_time_likewise() -> None:
