@@ -182,9 +182,10 @@ def test_steps_at_the_wrong_time() -> None:
         (np.zeros((3, 0, 1), np.float32), "actions: expected float32 of shape"),
         (np.zeros((3, 1), complex), "actions: expected float32 of shape"),
         (np.full((3, 1), np.nan, np.float32), "action: expected finite numbers, got NaN"),
+        ([[0.0], [0.0, 1.0], [0.0]], "action: expected an array, got list"),
     ],
 )
-def test_actions_of_another_form(actions: Array, message: str) -> None:
+def test_actions_of_another_form(actions: Any, message: str) -> None:
     sim = VectorSimulator(spec())
     sim.reset(SEEDS)
     with pytest.raises(InvalidAction, match=message):

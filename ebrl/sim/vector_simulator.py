@@ -20,7 +20,15 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from ebrl.core.errors import ConfigError, InvalidAction, InvalidData, SimulatorError
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation
-from ebrl.sim.simulator import SUCCESS, ActionReader, as_flag, construction_lock, describe, observation_reader
+from ebrl.sim.simulator import (
+    SUCCESS,
+    ActionReader,
+    as_actions,
+    as_flag,
+    construction_lock,
+    describe,
+    observation_reader,
+)
 
 SLOT_SEEDS = "slot_seeds"
 """Entry of ``metadata``: False where a reset takes one seed, and not one per slot."""
@@ -215,7 +223,7 @@ class _ChunkReader:
             InvalidAction: Other shape, or numbers that the space does not have.
         """
         shape, num = self._spec.shape, self._num_slots
-        array = np.asarray(actions)
+        array = as_actions(actions)
         if array.shape == (num, *shape):
             array = array[:, np.newaxis]
         fits = array.ndim == 2 + len(shape) and array.shape[0] == num and array.shape[2:] == shape and array.shape[1]
