@@ -15,13 +15,14 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pytest
+import torch
 import uvloop
 from gymnasium import spaces
 
 from ebrl.core.errors import Closed, ConfigError, HostDied, InvalidData, SimulatorError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.pools import Pool
-from ebrl.core.records import Array, ArraySpec, EnvSpec, StepResult
+from ebrl.core.records import ArraySpec, EnvSpec, StepResult
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.sim import hosts as hosts_module
@@ -219,9 +220,11 @@ def test_errors_of_construction_leave_open(kind: Kind) -> None:
         (None, np.full((1, 2), np.nan, np.float32), "action: expected finite"),
         (None, np.zeros((1, 3), np.float32), "action: expected float32"),
         (None, np.zeros((1, 2), np.complex64), "action: expected float32"),
+        (None, [[0.0], [0.0, 1.0]], "action: expected an array, got list"),
+        (None, torch.zeros(1, 2, requires_grad=True), "action: expected an array, got Tensor"),
     ],
 )
-def test_wrong_data_is_refused(kind: Kind, fault: Any, actions: Array, message: str) -> None:
+def test_wrong_data_is_refused(kind: Kind, fault: Any, actions: Any, message: str) -> None:
     async def main() -> None:
         async with opened(kind, scripted(faults={1: fault} if fault else None)) as host:
             await ask(host.slots[0].reset, 0)
@@ -352,6 +355,20 @@ def test_a_process_that_died_is_started_again_by_who_builds_first() -> None:
             assert (slot.built, other.built) == (True, True)
             assert (slot.innocent, other.innocent) == (False, False)
             assert host.busy_s > 0
+
+    run(main())
+
+
+@both
+def test_one_that_is_retired_is_not_there_any_more(kind: Kind) -> None:
+    async def main() -> None:
+        async with opened(kind, scripted()) as host:
+            (slot,) = host.slots
+            assert slot.built
+            slot.retire()
+            with pytest.raises(SimulatorError, match="closed"):
+                await ask(slot.reset, 0)
+            assert not slot.built
 
     run(main())
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebrl.core.errors import CallTimeout, ConfigError
+from ebrl.core.errors import CallTimeout, ConfigError, InvalidAction
 from ebrl.core.records import EnvSpec, GroupRule
 from ebrl.core.rng import episode_seed
 from ebrl.core.runtime import Runtime
@@ -27,6 +27,7 @@ from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
 from ebrl.sim.spec import in_turn
 from ebrl.sim.vector import VectorGroup
+from ebrl.sim.vector_context import VectorContext
 from ebrl.train.evaluate import evaluate
 from tests.helpers import assert_sound, the_failure
 from tests.vectors import batched_spec, vector_training
@@ -136,6 +137,25 @@ def test_a_hang_ends_a_run_that_is_to_raise() -> None:
     error = the_failure(main())
     assert isinstance(error, CallTimeout)
     assert "simulator 0 with envs 0 to 2" in error.__notes__[0]
+
+
+def test_an_action_that_is_wrong_is_no_fault_of_the_simulator() -> None:
+    groups: list[VectorGroup] = []
+
+    async def program(env: VectorContext) -> None:
+        obs, _ = await env.reset()
+        await env.act(obs)
+        await env.step(np.zeros((SLOTS, 7), np.float32))
+
+    async def main() -> None:
+        async with vector_training(batched_spec(SLOTS), machine(), program=program, num_groups=1, failures=POLICY) as s:
+            groups.append(s.envs)
+            await s.run()
+
+    error = the_failure(main())
+    assert isinstance(error, InvalidAction)
+    assert "actions: expected float32 of shape (3, 2) or (3, H, 2), got float32 of shape (3, 7)" in str(error)
+    assert groups[0].faults["restarts"] == 0
 
 
 def test_a_budget_is_of_a_simulator() -> None:

@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from ebrl.core.errors import ConfigError, InvalidData, SimulatorError
+from ebrl.core.errors import ConfigError, InvalidAction, InvalidData, SimulatorError
 from ebrl.core.records import Array, ArraySpec, EnvSpec
 from ebrl.sim.check import check_env
 from ebrl.sim.fake import ScriptedEnv
@@ -68,6 +68,10 @@ def column(obs: Any, index: int) -> list[float]:
     return [float(number) for number in np.asarray(obs)[:, index]]
 
 
+def objects(*flags: Any) -> Any:
+    return np.array(flags, object)
+
+
 SEEDS = {0: 10, 1: 11, 2: 12}
 ONE = np.zeros((3, 1), np.float32)
 
@@ -100,6 +104,20 @@ def test_what_a_masked_reset_shows_of_other_slots_is_not_believed() -> None:
     assert column(again, 1) == [10, 20, 12]
     assert column(again, 2) == [1, 0, 1]
     assert column(seen, 2) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("make", [Counting, ShowsOnlyTheReset])
+def test_who_works_in_what_was_seen_changes_nothing(make: Any) -> None:
+    sim = VectorSimulator(replace(spec(), make=make))
+    for step in range(3):
+        obs, _ = sim.reset({0: 10 + step} if step else SEEDS)
+        assert column(obs, 0) == [0, 1, 2]
+        assert column(obs, 2) == [0, step, step]
+        np.asarray(obs)[:] = 100
+        np.asarray(sim.reset({0: 10})[0])[:] = 100  # once more, so that what is seen of others comes from a reset
+        seen = sim.step(ONE).obs
+        assert column(seen, 2) == [1, step + 1, step + 1]
+        np.asarray(seen)[:] = 100
 
 
 def test_a_chunk_ends_with_the_episode_of_each_slot() -> None:
@@ -164,12 +182,13 @@ def test_steps_at_the_wrong_time() -> None:
         (np.zeros((3, 0, 1), np.float32), "actions: expected float32 of shape"),
         (np.zeros((3, 1), complex), "actions: expected float32 of shape"),
         (np.full((3, 1), np.nan, np.float32), "action: expected finite numbers, got NaN"),
+        ([[0.0], [0.0, 1.0], [0.0]], "action: expected an array, got list"),
     ],
 )
-def test_actions_of_another_form(actions: Array, message: str) -> None:
+def test_actions_of_another_form(actions: Any, message: str) -> None:
     sim = VectorSimulator(spec())
     sim.reset(SEEDS)
-    with pytest.raises(InvalidData, match=message):
+    with pytest.raises(InvalidAction, match=message):
         sim.step(actions)
 
 
@@ -185,6 +204,11 @@ def test_actions_of_another_form(actions: Array, message: str) -> None:
         ({"terminated": np.zeros(3)}, "terminated: expected 3 flags, got float64"),
         ({"truncated": False}, "truncated: expected 3 flags, got bool"),
         ({"info": []}, "info: expected a dictionary, got list"),
+        (
+            {"info": {"success": np.array(["yes", "no", "no"])}},
+            r"info\['success'\]: expected one flag per slot, got <U3",
+        ),
+        ({"info": {"success": objects(True, "no", None)}}, r"info\['success'\]: expected one flag, got str 'no'"),
         ({"info": {"success": True}}, r"info\['success'\]: expected one flag per slot, got bool of shape \(\)"),
         ({"more": 1}, r"step: expected \(observations, rewards, terminated, truncated, info\), got"),
     ],
@@ -197,6 +221,25 @@ def test_answers_of_another_form(options: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(SimulatorError, match="step after an error: call reset first"):
         sim.step(ONE)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (np.array([True, False, True]), [True, False, True]),
+        (np.array([1, 0, 2], np.uint8), [True, False, True]),
+        (np.array([np.nan, 0.0, 0.5]), [None, False, True]),
+        (np.array([[1.0], [0.0], [np.nan]]), [True, False, None]),
+        ([True, False, False], [True, False, False]),
+        (objects(np.True_, None, False), [True, None, False]),
+        (objects(np.array([1.0]), np.nan, np.int64(0)), [True, None, False]),
+    ],
+)
+@pytest.mark.parametrize("key", ["success", "is_success"])
+def test_flags_of_any_type(key: str, said: Any, expected: list[bool | None]) -> None:
+    sim = VectorSimulator(replace(spec(), make=lambda: Counting(info={key: said})))
+    sim.reset(SEEDS)
+    assert sim.step(ONE).success == expected
 
 
 # Descriptions.
@@ -263,15 +306,25 @@ class SharesSeeds(Counting):
         return super().reset(seed=[s if s is None else s + i for i, s in enumerate(seed)], options=options)
 
 
-class LosesTheLast(Counting):
+class ResetsItself(Counting):
+    """Begins the next episode where one has ended, and is not to be told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = np.zeros(3, bool)
+
     def step(self, actions: Any) -> Any:
-        obs, *rest = super().step(actions)
-        obs[rest[1], 1:] = -1, 0
-        return obs, *rest
+        obs, reward, terminated, *rest = super().step(actions)
+        self.begun = terminated
+        obs[self.begun, 1:] = 77, 0
+        self.over[:] = False
+        return obs, reward, terminated, *rest
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        begun, seen = self.begun, self.obs.copy()
         obs, info = super().reset(seed=seed, options=options)
-        obs[:, 1] = -1
+        obs[begun] = seen[begun]
+        self.begun = begun & ~np.array(self.masks[-1])
         return obs, info
 
 
@@ -285,7 +338,7 @@ class LosesTheLast(Counting):
         ),
         (SharesSeeds, "slots 0 and 1 had the same seed and actions and came to different observations"),
         (Endless, "no end of slot 0 after 10000 steps"),
-        (LosesTheLast, "slot 0 saw the same at the end of an episode and at the start of the next"),
+        (ResetsItself, "slot 0: the observation after a reset by mask at the end of an episode, compared with another"),
     ],
 )
 def test_the_check_finds(kind: Any, message: str) -> None:
@@ -331,3 +384,62 @@ class OneSeed(SyncVectorEnv):
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
         assert seed is None or isinstance(seed, int)
         return super().reset(seed=seed, options=options)
+
+
+class Ring(gymnasium.Env[Any, Any]):
+    """Ends where it begins."""
+
+    observation_space = spaces.Box(0, 9, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.num_steps = 0
+        return self.look(), {}
+
+    def step(self, action: Any) -> Any:
+        self.num_steps += 1
+        return self.look(), 0.0, self.num_steps == 4, False, {}
+
+    def look(self) -> Array:
+        return np.full(1, self.num_steps % 4, np.float32)
+
+
+class Still(Ring):
+    """Always shows the same."""
+
+    def look(self) -> Array:
+        return np.zeros(1, np.float32)
+
+
+class Coin(Ring):
+    """Shows one of two things by chance."""
+
+    def look(self) -> Array:
+        return self.np_random.integers(2, size=1).astype(np.float32)
+
+
+class Alike(SyncVectorEnv):
+    """Simulators of one kind that take one seed."""
+
+    def __init__(self, kind: Any, honours_masks: bool = True) -> None:
+        super().__init__([kind] * 2, autoreset_mode=AutoresetMode.DISABLED)
+        self.metadata = {**self.metadata, "slot_seeds": False}
+        self.honours_masks = honours_masks
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        if options is not None and not self.honours_masks:
+            return self._observations.copy(), {}
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("kind", [Ring, Still, Coin])
+def test_the_check_accepts_what_looks_alike(kind: Any) -> None:
+    for seed in range(8):
+        check_vector_env(env_spec(kind, num_slots=2), seed=seed)
+        check_vector_env(env_spec(functools.partial(Alike, kind)), seed=seed)
+
+
+def test_the_check_finds_that_masks_are_ignored_without_seeds_of_slots() -> None:
+    with pytest.raises(SimulatorError, match="a reset by mask left its slot as it was"):
+        check_vector_env(env_spec(functools.partial(Alike, Ring, honours_masks=False)))

@@ -264,11 +264,13 @@ class ThreadLane:
         logger.error(text, self._name, deadline_s, self.give_up())
         return False
 
-    def give_up(self) -> str:
-        """See `ebrl.core.protocols.Machine`. Should the call return after all, its thread ends then."""
+    def give_up(self, last: Callable[[], None] | None = None) -> str:
+        """See `ebrl.core.protocols.Machine.give_up`. Should the call return after all, its thread ends after `last`."""
         self._closed = True
         self.mailbox.close()
         self.mailbox.settle(self.mailbox.outstanding)
+        if last is not None:
+            self._queue.put([(self._completions.loop.create_future(), last, (), 0)])
         self._queue.put(None)
         return self._stack()
 

@@ -50,11 +50,11 @@ class LocalMachine:
         self._lanes.append(lane)
         return lane
 
-    def give_up(self, lane: Lane) -> str:
+    def give_up(self, lane: Lane, last: Callable[[], None]) -> str:
         """Forget a lane; see `ebrl.core.protocols.Machine.give_up`."""
         chosen = next(own for own in self._lanes if own is lane)
         self._lanes.remove(chosen)
-        return chosen.give_up()
+        return chosen.give_up(last)
 
     def foresee(self, seconds: float, call: Callable[[], None]) -> bool:
         """Nobody knows beforehand how long a call takes."""

@@ -103,10 +103,14 @@ class Machine(Protocol):
             units: How many; the threads that its calls use.
         """
 
-    def give_up(self, lane: Lane) -> str:
+    def give_up(self, lane: Lane, last: Callable[[], None]) -> str:
         """Forget a lane whose running call does not end, with all that waits behind it, and give its units back.
 
         Futures are left as they are: whoever made them says what became of them.
+
+        Args:
+            lane: Which.
+            last: Called on it should the call end after all, for what belongs to its thread; nothing else is.
 
         Returns:
             Where the call runs: its stack.

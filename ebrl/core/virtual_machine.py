@@ -94,7 +94,7 @@ class VirtualLane:
         self._queue: deque[Call] = deque()  # what has not begun
         self._busy = False  # with a call, or with waiting for a server
         self._closed = False
-        self._given_up = False
+        self._last: Callable[[], None] | None = None  # what is left to do for one that was given up
         self._busy_s = 0.0
         self.current: Call | None = None
         self._mailbox = Mailbox(loop, pool, self._take, name, units)
@@ -132,9 +132,9 @@ class VirtualLane:
         for future, *_ in [*self._mailbox.close(), *self._queue]:
             future.cancel()
 
-    def give_up(self) -> str:
+    def give_up(self, last: Callable[[], None]) -> str:
         """See `ebrl.core.protocols.Machine.give_up`."""
-        self._closed = self._given_up = True
+        self._closed, self._last = True, last
         self._queue.clear()
         self._mailbox.close()
         self._mailbox.settle(self._mailbox.outstanding)
@@ -153,7 +153,7 @@ class VirtualLane:
             self._servers.take(self._begin)
 
     def _begin(self) -> None:
-        if self._given_up:  # while it waited for a server
+        if self._last is not None:  # it was given up while it waited for a server
             self._servers.give_back()
             return
         call = self.current = self._queue.popleft()
@@ -164,7 +164,8 @@ class VirtualLane:
         self._run_for(law_s + spent_s, lambda: self._finish(result, began_s))
 
     def _finish(self, result: Result, began_s: float) -> None:
-        if self._given_up:
+        if self._last is not None:
+            self._last()
             return
         self._busy_s += self._loop.time() - began_s
         self._servers.give_back()
@@ -264,11 +265,11 @@ class VirtualMachine:
         self._num_lanes += 1
         return lane
 
-    def give_up(self, lane: Lane) -> str:
+    def give_up(self, lane: Lane, last: Callable[[], None]) -> str:
         """Forget a lane; see `ebrl.core.protocols.Machine.give_up`."""
         chosen = next(own for own in self._lanes if own is lane)
         self._lanes.remove(chosen)
-        return chosen.give_up()
+        return chosen.give_up(last)
 
     def foresee(self, seconds: float, call: Callable[[], None]) -> bool:
         """See `ebrl.core.protocols.Machine.foresee`; what shares the GPU is not foreseen to be slowed down."""

@@ -1,7 +1,8 @@
-"""Where simulator code runs: on thread lanes of this process, or in a child process of its own (`ebrl.sim.process`).
+"""Where simulator code runs: on thread lanes, in child processes (`ebrl.sim.process`), or inline (`ebrl.sim.inline`).
 
-`ThreadHost` is for simulators that release the interpreter lock (rendering, large models) or that wait. `ProcessHost`
-is for short steps that are mostly Python; it costs the loop no more than a thread does.
+`ThreadHost` is for simulators that release the interpreter lock (rendering, large models) or that wait, and for batched
+ones. `ProcessHost` is for short steps that are mostly Python; it costs the loop no more than a thread does.
+`InlineHost` is for simulators that are awaited.
 
 A simulator is built, and built again after it has failed. One that is lost, since its thread hangs or its process has
 ended, fails the call that waits for it and every later one, until it is built again.
@@ -13,9 +14,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
 from ebrl.core.errors import SimulatorError
+from ebrl.core.lanes import Call
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane, Machine
 from ebrl.core.records import Array, EnvSpec, Observation, StepResult
@@ -27,7 +31,6 @@ from ebrl.sim.times import SAMPLE_EVERY, CallTimes
 logger = logging.getLogger("ebrl")
 
 Reset: TypeAlias = tuple[Observation, dict[str, Any]]
-PHASES: dict[str, Phase] = {"_build": "build", "_reset": "reset"}
 
 
 class Slot(Protocol):
@@ -146,38 +149,68 @@ async def open_all(host: SimHost) -> None:
             future.cancel()
 
 
+class Blocking(Protocol):
+    """What a thread host builds: a `Simulator`, or an `ebrl.sim.vector_simulator.VectorSimulator`."""
+
+    def reset(self, seed: Any, /) -> Reset:
+        """Begin an episode; of a batched one in some slots, and `seed` has theirs."""
+
+    def step(self, actions: Array, finite: bool = False, /) -> Any:
+        """Execute a chunk."""
+
+    def call(self, fn: Callable[[Any], Any], /) -> Any:
+        """Return ``fn(env)``."""
+
+    def close(self) -> None:
+        """End."""
+
+
 class ThreadSlot:
-    """A simulator pinned to a lane; see `Slot`."""
+    """A simulator pinned to a lane; see `Slot`.
+
+    A lane whose call does not return is replaced. Should its thread return after all, it finds that the slot has
+    another lane: it leaves what is there alone, and closes what it has made itself.
+    """
 
     __slots__ = (
-        "_due", "_moving", "_spec", "_step", "_submit", "_times", "built", "env", "future", "innocent", "lane",
-        "simulator",
+        "_due", "_kind", "_moving", "_phases", "_spec", "_step", "_submit", "_times", "built", "env", "future",
+        "innocent", "lane", "simulator",
     )  # fmt: skip
 
-    def __init__(self, spec: EnvSpec, lane: Lane, times: CallTimes, env: int) -> None:
+    def __init__(
+        self, spec: EnvSpec, kind: Callable[[EnvSpec], Blocking], lane: Lane, times: CallTimes, env: int
+    ) -> None:
         self._spec = spec
+        self._kind = kind
         self._times = times
         self._due = times.due
         self._moving = threading.Lock()
+        self._phases: WeakKeyDictionary[asyncio.Future[Any], Phase] = WeakKeyDictionary()  # of calls that are no "call"
         self.env = env
         self.future: asyncio.Future[Any] | None = None  # of the call that was made last
         self.innocent = False
-        self.lane = lane
-        self.simulator: Simulator | Missing
-        self._step: Callable[..., StepResult]
-        self._leave(lane, Missing(SimulatorError("the simulator was not built")))
+        self.lane: Lane
+        self.simulator: Blocking
+        self._move(lane, Missing(SimulatorError("the simulator was not built")))
 
     @property
     def lane_name(self) -> str:
         """Where it runs."""
         return self.lane.name
 
-    def reset(self, future: asyncio.Future[Reset], seed: int) -> None:
-        """See `Slot`."""
+    @property
+    def who(self) -> str:
+        """What it simulates, for messages."""
+        first, num = self.env * self._spec.num_slots, self._spec.num_slots
+        return f"simulator {self.env} with envs {first} to {first + num - 1}" if num else f"env {self.env}"
+
+    def reset(self, future: asyncio.Future[Reset], seed: Any) -> None:
+        """See `Slot`; a batched simulator takes seeds by slot."""
         self.future = future
+        self._phases[future] = "reset"
         self._submit(future, self._reset, seed)
 
-    def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
+    def step(self, future: asyncio.Future[Any], actions: Array, finite: bool = False) -> None:
         """See `Slot`."""
         self.future = future
         self._submit(future, self._timed_step if next(self._due) else self._step, actions, finite)
@@ -185,12 +218,13 @@ class ThreadSlot:
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `Slot`."""
         self.future = future
-        self._submit(future, self.simulator.call, fn)
+        self.lane.submit(future, self.simulator.call, fn)
 
     def build(self) -> asyncio.Future[None]:
         """See `Slot`."""
         self.innocent = False
         self.future = future = self.lane.run(self._build, self.lane, n=0)
+        self._phases[future] = "build"
         return future
 
     def retire(self) -> None:
@@ -199,58 +233,73 @@ class ThreadSlot:
 
     def start_close(self) -> asyncio.Future[None]:
         """Queue the end of the simulator, if there is one, behind whatever runs."""
-        return self.lane.run(self._close, n=0)
+        return self.lane.run(self._close, self.lane, n=0)
 
-    def lose(self, lane: Lane, error: SimulatorError, innocent: bool) -> None:
-        """Go on with another lane, and without a simulator: the thread of the one before does not return."""
+    def phase(self, future: asyncio.Future[Any]) -> Phase:
+        """Return what kind of call a future is of."""
+        return self._phases.get(future, "call")
+
+    def lose(self, lane: Lane, error: SimulatorError, innocent: bool) -> Blocking:
+        """Go on with another lane, and without a simulator: the thread of the one before does not return.
+
+        Returns:
+            The simulator, which is that thread's to close.
+        """
         with self._moving:
-            self._leave(lane, Missing(error))
+            left = self.simulator
+            self._move(lane, Missing(error))
         self.innocent = innocent
         if self.future is not None and not self.future.done():
             self.future.set_exception(type(error)(*error.args))
+        return left
 
     # On the lane.
 
-    def _reset(self, seed: int) -> Reset:
+    def _reset(self, seed: Any) -> Reset:
         return self._times.reset(self.simulator, seed)
 
-    def _timed_step(self, actions: Array, finite: bool) -> StepResult:
+    def _timed_step(self, actions: Array, finite: bool) -> Any:
         return self._times.step(self.simulator, actions, finite)
 
     def _build(self, lane: Lane) -> None:
-        close_failed(self.simulator)
-        self.built = False
-        made = Simulator(self._spec)
+        close_failed(self._take(lane, "the simulator was not built"))
+        if self.lane is not lane:
+            return
+        made = self._kind(self._spec)
         with self._moving:
-            if self.lane is not lane:  # given up meanwhile; a simulator belongs to one thread
+            if self.lane is lane:
+                self.simulator, self._step, self.built = made, made.step, True  # bound once
                 return
-            self.simulator, self._step = made, made.step  # bound once
-            self.built = True
+        close_failed(made)  # a simulator belongs to one thread
 
-    def _close(self) -> None:
-        simulator, self.simulator = self.simulator, Missing(SimulatorError("the simulator is closed"))
-        simulator.close()
+    def _close(self, lane: Lane) -> None:
+        self._take(lane, "the simulator is closed").close()
 
-    def _leave(self, lane: Lane, instead: Missing) -> None:
+    def _take(self, lane: Lane, instead: str) -> Blocking:
+        """Return the simulator, to be closed; none where the lane was given up meanwhile."""
+        missing = Missing(SimulatorError(instead))
+        with self._moving:
+            if self.lane is not lane:
+                return missing
+            simulator = self.simulator
+            self._move(lane, missing)
+        return simulator
+
+    def _move(self, lane: Lane, instead: Missing) -> None:
         self.lane = lane
-        self._submit = lane.submit
+        # A step of a batched simulator takes as long as its slots need, which matters where time is a model.
+        self._submit = partial(lane.submit, n=self._spec.num_slots) if self._spec.num_slots else lane.submit
         self.simulator, self._step = instead, instead.step
         self.built = False
 
 
-class Closable(Protocol):
-    """A simulator of any kind."""
-
-    def close(self) -> None:
-        """End."""
-
-
-def close_failed(simulator: Closable) -> None:
-    """Close a simulator that is not used any more, or that failed: an error in that is no news."""
-    try:
-        simulator.close()
-    except Exception as error:  # the border: whatever user code raises
-        logger.debug("a simulator that is replaced could not be closed: %r", error)
+def close_failed(*simulators: Blocking) -> None:
+    """Close simulators that are not used any more, or that failed: an error in that is no news."""
+    for simulator in simulators:
+        try:
+            simulator.close()
+        except Exception as error:  # the border: whatever user code raises
+            logger.debug("a simulator that is replaced could not be closed: %r", error)
 
 
 class ThreadHost:
@@ -264,6 +313,8 @@ class ThreadHost:
         num_lanes: int,
         name: str = "sim",
         *,
+        kind: Callable[[EnvSpec], Blocking] = Simulator,
+        threads: int = 1,
         sample_every: int = SAMPLE_EVERY,
     ) -> None:
         """Take the lanes; simulator i belongs to lane ``i % num_lanes`` for life.
@@ -274,17 +325,19 @@ class ThreadHost:
             pool: Admits working lanes.
             num_lanes: How many lanes.
             name: Prefix of their names.
+            kind: Builds a simulator.
+            threads: Units of the pool, that is cores, which one simulator uses while it works.
             sample_every: One in so many steps is timed; none on a model, where clocks say nothing.
         """
         self.times = CallTimes(sample_every if machine.real else 0)
         self.num_leaked = 0
         self._machine = machine
-        self._pool = pool
-        self._lanes = [machine.lane("sim", f"{name}-{index}", pool) for index in range(min(num_lanes, len(specs)))]
+        self._new_lane: Callable[[str], Lane] = lambda suffix: machine.lane("sim", f"{name}-{suffix}", pool, threads)
+        self._lanes = [self._new_lane(str(index)) for index in range(min(num_lanes, len(specs)))]
         self._lost_busy_s = 0.0
         self._closed = False
         self.slots = [
-            ThreadSlot(spec, self._lanes[i % len(self._lanes)], self.times, i) for i, spec in enumerate(specs)
+            ThreadSlot(spec, kind, self._lanes[i % len(self._lanes)], self.times, i) for i, spec in enumerate(specs)
         ]
 
     @property
@@ -309,25 +362,24 @@ class ThreadHost:
 
     def give_up(self, running: Running, error: SimulatorError) -> None:
         """See `SimHost`: the lane is replaced, and its thread leaks."""
-        lane = next(lane for lane in self._lanes if lane is running.place)
-        self._lost_busy_s += lane.busy_s
-        stack = self._machine.give_up(lane)
-        construction_lock.take_from(lane.ident)
+        index = next(i for i, lane in enumerate(self._lanes) if lane is running.place)
+        lane, owner = self._lanes[index], next((slot for slot in self.slots if slot is running.slot), None)
         self.num_leaked += 1
+        self._lost_busy_s += lane.busy_s
+        self._lanes[index] = new = self._new_lane(f"{index}+{self.num_leaked}")
+        left = [slot.lose(new, error, innocent=slot is not owner) for slot in self.slots if slot.lane is lane]
+        stack = self._machine.give_up(lane, partial(close_failed, *left))
+        construction_lock.take_from(lane.ident)
         logger.error(
-            "env %s hangs: %s. Lane %s is given up and its thread leaks, the %d. of this group; it runs here:\n%s",
-            running.slot.env if running.slot is not None else "?", error, lane.name, self.num_leaked, stack,
+            "%s hangs: %s. Lane %s is given up and its thread leaks, the %d. of this group; it runs here:\n%s",
+            owner.who if owner is not None else "a simulator", error, lane.name, self.num_leaked, stack,
         )  # fmt: skip
-        new = self._machine.lane("sim", f"{lane.name.partition('+')[0]}+{self.num_leaked}", self._pool)
-        self._lanes[self._lanes.index(lane)] = new
-        for slot in self.slots:
-            if slot.lane is lane:
-                slot.lose(new, error, innocent=slot is not running.slot)
 
-    def _describe(self, lane: Lane, call: Any) -> Running:
-        fn = call[1]  # bound to a slot, or to its simulator
-        owner = next((slot for slot in self.slots if fn.__self__ in (slot, slot.simulator)), None)
-        return Running(lane, call, PHASES.get(fn.__name__, "call"), owner)
+    def _describe(self, lane: Lane, call: Call) -> Running:
+        future, fn, _, _ = call  # the function is bound to a slot, or to its simulator
+        bound_to = getattr(fn, "__self__", None)
+        owner = next((slot for slot in self.slots if bound_to in (slot, slot.simulator)), None)
+        return Running(lane, call, owner.phase(future) if owner is not None else "call", owner)
 
     async def aclose(self, deadline_s: float) -> list[str]:
         """See `SimHost`."""

@@ -116,7 +116,7 @@ class ProcessSlot:
         """See `Slot`."""
         if self.built:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            future.add_done_callback(heed)
+            future.add_done_callback(self._note_closed)
             self._post(Operation(self, future, CLOSE))
 
     def lose(self, error: EbrlError, innocent: bool) -> None:
@@ -145,6 +145,10 @@ class ProcessSlot:
 
     def _note_built(self, future: asyncio.Future[None]) -> None:
         self.built = not future.cancelled() and future.exception() is None
+
+    def _note_closed(self, future: asyncio.Future[None]) -> None:
+        heed(future)
+        self.built = False
 
 
 class ProcessHost:

@@ -159,7 +159,7 @@ class ActionReader:
             raise InvalidAction(not_finite("action", chunk))
 
     def _accept(self, actions: Any) -> Array:
-        array = np.asarray(actions)
+        array = as_actions(actions)
         if array.shape == self._shape:
             array = array[np.newaxis]
         fits = array.ndim == self._ndim and array.shape[1:] == self._shape and array.shape[0] > 0
@@ -167,6 +167,18 @@ class ActionReader:
             one, many = describe(self._dtype, self._shape), ", ".join(["H", *map(str, self._shape)])
             raise InvalidAction(f"action: expected {one}, or a chunk of shape ({many}), got {_found(actions)}")
         return array.astype(self._dtype, copy=False)
+
+
+def as_actions(actions: Any) -> Array:
+    """Return actions as an array.
+
+    Raises:
+        InvalidAction: They are none: lists of different lengths, or a tensor that numpy cannot read.
+    """
+    try:
+        return np.asarray(actions)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidAction(f"action: expected an array, got {_found(actions)}: {error}") from error
 
 
 def describe(dtype: Any, shape: tuple[int, ...]) -> str:

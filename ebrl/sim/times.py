@@ -6,12 +6,14 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from time import perf_counter, thread_time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ebrl.core.meters import Latencies
 from ebrl.core.profile import SimulationProfile
-from ebrl.core.records import Array, Observation, StepResult
-from ebrl.sim.simulator import Missing, Simulator
+from ebrl.core.records import Array, Observation
+
+if TYPE_CHECKING:
+    from ebrl.sim.hosts import Blocking
 
 SAMPLE_EVERY: Final = 17
 """Of the steps in a thread host, one in so many is timed. No divisor of usual numbers of simulators or lengths of
@@ -53,16 +55,16 @@ class CallTimes:
             self._all_s, self._cpu_s = _OLD * self._all_s + all_s, _OLD * self._cpu_s + cpu_s
         return min(1.0, self._cpu_s / self._all_s) if self._all_s else 1.0
 
-    def step(self, simulator: Simulator | Missing, actions: Array, finite: bool) -> StepResult:
+    def step(self, simulator: Blocking, actions: Array, finite: bool) -> Any:
         """Step a simulator, and note the time of one step of the chunk; called on its lane."""
         began_s, began_cpu_s = perf_counter(), thread_time()
         result = simulator.step(actions, finite)
         took_s = perf_counter() - began_s
-        self.steps.append(took_s / len(result.rewards))
+        self.steps.append(took_s / result.num_steps)
         self.parts.append((took_s, thread_time() - began_cpu_s))
         return result
 
-    def reset(self, simulator: Simulator | Missing, seed: int) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, simulator: Blocking, seed: Any) -> tuple[Observation, dict[str, Any]]:
         """Reset a simulator, and note the time; called on its lane."""
         began_s = perf_counter()
         result = simulator.reset(seed)

@@ -21,6 +21,7 @@ from ebrl.core.scope import Scope
 from ebrl.core.trace import Trace
 from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.feed import Feed
+from ebrl.sim.hosts import ThreadHost
 from ebrl.sim.life import live
 from ebrl.sim.placement import take_memory
 from ebrl.sim.programs import vector_rollout
@@ -28,7 +29,7 @@ from ebrl.sim.recovery import Recovery
 from ebrl.sim.tasks import as_specs, spread
 from ebrl.sim.vector_context import VectorContext
 from ebrl.sim.vector_episodes import go_on, save_slots
-from ebrl.sim.vector_host import VectorHost, close_hosts
+from ebrl.sim.vector_simulator import VectorSimulator
 
 logger = logging.getLogger("ebrl")
 VectorProgram: TypeAlias = Callable[[VectorContext], Awaitable[None]]
@@ -109,7 +110,7 @@ class VectorGroup:
         self._program = program
         self._threads = threads
         self._runtime: Runtime | None = None
-        self._hosts: list[VectorHost] = []
+        self._host: ThreadHost | None = None
         self._scope: Scope | None = None
         self._memory: Lease | None = None
 
@@ -126,14 +127,19 @@ class VectorGroup:
         self._runtime = runtime
         self.feed.open(self.name, runtime)
         self.seed, self.trace, self.clock = runtime.seed, runtime.trace, runtime.clock
-        claim, machine = runtime.claim("sim"), runtime.machine
-        self._hosts = [
-            VectorHost(spec, machine, claim, f"{self.name}-{i}", first=i * self.num_slots, threads=self._threads)
-            for i, spec in enumerate(self.specs[:: self.num_slots])
-        ]
+        self._host = ThreadHost(
+            self.specs[:: self.num_slots],
+            runtime.machine,
+            runtime.claim("sim"),
+            self.num_groups,
+            self.name,
+            kind=VectorSimulator,
+            threads=self._threads,
+            sample_every=1,
+        )
         self.contexts = [
-            VectorContext(self, i, host, self.feed.recorders[i * self.num_slots : (i + 1) * self.num_slots])
-            for i, host in enumerate(self._hosts)
+            VectorContext(self, i, slot, self.feed.recorders[i * self.num_slots : (i + 1) * self.num_slots])
+            for i, slot in enumerate(self._host.slots)
         ]
         self.profile = SimulationProfile(self.name)
         runtime.profiles.add(*self.profile.stages)
@@ -143,13 +149,15 @@ class VectorGroup:
     def reading(self) -> SimReading:
         """What the tuner needs to know: to it, a simulator is one environment. See `ebrl.core.tuning.TunedGroup`."""
         assert self._runtime is not None
-        claim, hosts, dropped = self._runtime.claim("sim"), self._hosts, self.recovery.dropped
+        assert self._host is not None
+        claim, dropped = self._runtime.claim("sim"), self.recovery.dropped
         return SimReading(
             name=self.name,
             gen="",
-            num_envs=sum(host.built for i, host in enumerate(hosts) if i not in dropped) - self.plan.num_waiting,
-            num_steps=sum(host.num_steps for host in hosts),
-            busy_s=sum(host.busy_s for host in hosts),
+            num_envs=sum(each.slot.built for each in self.contexts if each.index not in dropped)
+            - self.plan.num_waiting,
+            num_steps=sum(context.num_steps for context in self.contexts),
+            busy_s=self._host.busy_s,
             num_cores=claim.account.ceiling if claim is not None else self._runtime.machine.num_cores,
         )
 
@@ -158,8 +166,9 @@ class VectorGroup:
         async with Scope() as scope:
             self._scope = scope
             assert self._runtime is not None
+            assert self._host is not None
             self._memory = await take_memory(self._runtime, self.specs[:: self.num_slots], self.name)
-            self.recovery.begin(self.name, self._runtime, scope, self._hosts)
+            self.recovery.begin(self.name, self._runtime, scope, [self._host])
             for context in self.contexts:
                 context.running = scope.start(live(self._program, context), f"{self.name}-{context.index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
@@ -168,7 +177,7 @@ class VectorGroup:
         """Env steps, the rate of simulator steps, lane time, its part in use, who waits, the ledger, and restarts."""
         return {
             "env_steps": self.env_steps,
-            "busy_s": sum(host.busy_s for host in self._hosts),
+            "busy_s": self._host.busy_s if self._host is not None else 0.0,
             **_read(self),
             **self.feed.counts(),
             **self.recovery.counts(),
@@ -181,7 +190,8 @@ class VectorGroup:
         if self._runtime is not None:
             self._runtime.tuning.forget(self)
             _read(self)
-            await close_hosts(self._hosts, self._runtime.machine, deadline_s)
+        if self._host is not None:
+            await self._host.aclose(deadline_s)
         if self._memory is not None:
             self._memory.release()
             self._memory = None
@@ -270,9 +280,9 @@ def _common_slots(specs: Sequence[EnvSpec], group_size: int) -> int:
 
 def _read(group: VectorGroup) -> dict[str, float]:
     """Bring the profile up to date with counters and with what hosts have noted."""
-    now_s, profile, hosts = group.clock(), group.profile, group._hosts
-    for host in hosts:
+    now_s, profile, host, contexts = group.clock(), group.profile, group._host, group.contexts
+    if host is not None:
         host.times.move(profile)
-    busy_s = sum(host.busy_s for host in hosts)
-    profile.reset.read(now_s, sum(slot.episode + 1 for context in group.contexts for slot in context.slots), 0.0)
-    return profile.step.read(now_s, sum(host.num_steps for host in hosts), busy_s, len(hosts))
+    profile.reset.read(now_s, sum(slot.episode + 1 for context in contexts for slot in context.slots), 0.0)
+    busy_s = host.busy_s if host is not None else 0.0
+    return profile.step.read(now_s, sum(context.num_steps for context in contexts), busy_s, len(contexts))

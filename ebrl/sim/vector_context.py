@@ -20,8 +20,8 @@ from ebrl.sim.vector_episodes import assign, end_episode, leave, lose_all, lose_
 from ebrl.sim.vector_simulator import VectorStep, rows
 
 if TYPE_CHECKING:
+    from ebrl.sim.hosts import ThreadSlot
     from ebrl.sim.vector import VectorGroup
-    from ebrl.sim.vector_host import VectorHost
 
 T = TypeVar("T")
 
@@ -55,16 +55,18 @@ class VectorContext:
         index: Of this simulator in its group.
         task: What the policy is asked to do.
         num_slots: M.
+        num_steps: Of the simulator so far; one of them is a step of all slots.
         rng: A random stream of this simulator, for the program's own use.
     """
 
-    def __init__(self, group: VectorGroup, index: int, host: VectorHost, recorders: Sequence[Recorder]) -> None:
+    def __init__(self, group: VectorGroup, index: int, slot: ThreadSlot, recorders: Sequence[Recorder]) -> None:
         key, first = name_key(group.name), recorders[0].env
         self.index = index
         self.task = recorders[0].task
         self.num_slots = len(recorders)
         self.rng: np.random.Generator = stream(group.seed, Domain.PROGRAM, key, first)
-        self.host = host  # from here on for the group, and for whoever builds the simulator again
+        self.num_steps = 0
+        self.slot = slot  # where it runs; from here on for the group, and for whoever builds the simulator again
         self.num_calls = 0
         self.running: asyncio.Task[None] | None = None  # its program, again and again
         self.raised: Fault | None = None  # by its simulator, last
@@ -96,11 +98,6 @@ class VectorContext:
         )
 
     @property
-    def slot(self) -> VectorHost:
-        """Where the simulator runs."""
-        return self.host
-
-    @property
     def needs_reset(self) -> Array:
         """``[M]`` bool: slots whose episode has ended, and idle ones for which there is one now."""
         return np.array(
@@ -114,7 +111,7 @@ class VectorContext:
 
     def where(self, number: int | None = None) -> str:
         """Return a line that names the simulator, or one of its slots, for messages."""
-        place = f"version {self.version} lane {self.host.lane.name}"
+        place = f"version {self.version} lane {self.slot.lane_name}"
         if number is None:
             return f"simulator {self.index} with envs {self.slots[0].index} to {self.slots[-1].index} {place}"
         slot = self.slots[number]
@@ -144,11 +141,11 @@ class VectorContext:
         try:
             for slot in chosen:
                 leave(self, slot)
-            if self.fault is not None or not self.host.built:
+            if self.fault is not None or not self.slot.built:
                 await self.recovery.make_ready(self)
             seeds = await assign(self, chosen)
             if seeds:
-                self.host.reset(future, seeds)
+                self.slot.reset(future, seeds)
                 obs, info = await future
                 self._obs = obs if self._group.observe is None else self._group.observe(obs)
         except BaseException as error:
@@ -259,12 +256,12 @@ class VectorContext:
         self.num_calls += 1
         future: asyncio.Future[T] = self._loop.create_future()
         try:
-            if not self.host.built:
+            if not self.slot.built:
                 await self.recovery.make_ready(self)
-            self.host.call(future, fn)
+            self.slot.call(future, fn)
             return await future
         except BaseException as error:
-            if blame(self, error, future) and not self.host.built:
+            if blame(self, error, future) and not self.slot.built:
                 self.fault = self.raised  # otherwise the program may catch it, and go on
             raise
         finally:
@@ -291,8 +288,9 @@ class VectorContext:
         result: VectorStep | None = None
         future: asyncio.Future[VectorStep] = self._loop.create_future()
         try:
-            self.host.step(future, action)
+            self.slot.step(future, action)
             result = await future
+            self.num_steps += result.num_steps
         except BaseException as error:
             if blame(self, error, future, lambda: action):
                 self.fault = self.raised

@@ -18,9 +18,17 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from ebrl.core.errors import ConfigError, InvalidData, SimulatorError
+from ebrl.core.errors import ConfigError, InvalidAction, InvalidData, SimulatorError
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation
-from ebrl.sim.simulator import SUCCESS, ActionReader, construction_lock, describe, observation_reader
+from ebrl.sim.simulator import (
+    SUCCESS,
+    ActionReader,
+    as_actions,
+    as_flag,
+    construction_lock,
+    describe,
+    observation_reader,
+)
 
 SLOT_SEEDS = "slot_seeds"
 """Entry of ``metadata``: False where a reset takes one seed, and not one per slot."""
@@ -70,7 +78,8 @@ class VectorSimulator:
         self._left = np.zeros(num, np.int64)  # steps until the horizon
         self._running = np.zeros(num, np.bool_)  # slots whose episode goes on
         self._over = np.zeros(num, np.bool_)  # slots that the simulator would not step before their reset
-        self._last: Observation | None = None
+        self._last: Any = None  # what the simulator has returned; never handed out, so that nobody else works in it
+        self._instead: list[tuple[Array, Observation]] = []  # what some slots saw instead; likewise
         self._why = "step before reset: call reset first"
         with construction_lock:
             self._env: Any = spec.make()
@@ -84,30 +93,33 @@ class VectorSimulator:
             seeds: By slot; at least one.
 
         Returns:
-            What all slots see now, and ``info`` as gymnasium has it.
+            What all slots see now, and ``info`` as gymnasium has it. Of slots whose episodes have ended and that are
+            not reset, anything.
         """
         mask = np.zeros(self.spec.num_slots, np.bool_)
         mask[list(seeds)] = True
         running, self._running = self._running, np.zeros_like(mask)
         self._why = "step after an error: call reset first"
-        obs, info = self._reset(mask, seeds)
-        seen = self._read(obs)
-        if self._last is not None:  # nothing is known of the other rows of what a masked reset returns
-            _put(seen, ~mask, self._last)
-        self._last = seen
+        others = running & ~mask  # a masked reset may return anything for them, and overwrite what was there
+        instead = [(others, self._seen())] if others.any() else []
+        self._last, info = self._reset(mask, seeds)
+        self._instead = instead
+        seen = self._seen()
         self._left[mask] = np.iinfo(np.int64).max if self.spec.horizon is None else self.spec.horizon
         self._running = running | mask
         return seen, dict(info)
 
-    def step(self, actions: Array) -> VectorStep:
+    def step(self, actions: Array, finite: bool = False) -> VectorStep:
         """Execute a chunk in every slot until its end or the end of the slot's episode, whichever is first.
 
         Args:
             actions: ``[M, H, *action.shape]``, or ``[M, *action.shape]`` for one; each is applied `action_repeat`
                 times.
+            finite: They are said to be finite; here that is looked at in any case.
 
         Raises:
-            InvalidData: Actions, observations or rewards contradict the spec.
+            InvalidAction: Actions contradict the spec.
+            InvalidData: Observations, rewards or success contradict it.
             SimulatorError: No episode is running, or the simulator broke its interface.
         """
         if not self._running.any():
@@ -118,7 +130,6 @@ class VectorSimulator:
         played = self._execute(chunk, run)
         self._running = run & ~(played.terminated | played.truncated)
         self._why = "step after the end of all episodes: call reset first"
-        self._last = played.obs
         return played
 
     def call(self, fn: Callable[[Any], Any]) -> Any:
@@ -134,7 +145,7 @@ class VectorSimulator:
     def _execute(self, chunk: Array, run: Array) -> VectorStep:
         rewards: list[Array] = []
         ran: list[Array] = []
-        ended: list[tuple[Array, Observation]] = []
+        ended: list[tuple[Array, Observation]] = []  # slots, and what all saw when their episodes ended
         terminated, truncated = np.zeros_like(run), np.zeros_like(run)
         success = np.full(len(run), -1, np.int8)
         for action in _repeated(chunk, self.spec.action_repeat):
@@ -153,11 +164,16 @@ class VectorSimulator:
                 run = run & ~over
                 if not run.any():
                     break
-        seen = self._read(obs)
-        for over, last in ended:
-            _put(seen, over, last)
+        self._last, self._instead = obs, ended
         said = [None if known < 0 else bool(known) for known in success.tolist()]
-        return VectorStep(seen, _by_slot(rewards, ran), terminated, truncated, said, dict(info), len(rewards))
+        return VectorStep(self._seen(), _by_slot(rewards, ran), terminated, truncated, said, dict(info), len(rewards))
+
+    def _seen(self) -> Observation:
+        """Return what all slots see, in a copy of its own."""
+        seen = self._read(self._last)
+        for mask, obs in self._instead:
+            _put(seen, mask, obs)
+        return seen
 
     def _once(self, action: Array, run: Array) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         result = self._env.step(action)
@@ -204,16 +220,16 @@ class _ChunkReader:
         """Return the chunk, step by step.
 
         Raises:
-            InvalidData: Other shape, or numbers that the space does not have.
+            InvalidAction: Other shape, or numbers that the space does not have.
         """
         shape, num = self._spec.shape, self._num_slots
-        array = np.asarray(actions)
+        array = as_actions(actions)
         if array.shape == (num, *shape):
             array = array[:, np.newaxis]
         fits = array.ndim == 2 + len(shape) and array.shape[0] == num and array.shape[2:] == shape and array.shape[1]
         if not fits or not np.can_cast(array.dtype, self._dtype, "same_kind"):
             one, many = ", ".join(map(str, (num, *shape))), ", ".join(map(str, (num, "H", *shape)))
-            raise InvalidData(
+            raise InvalidAction(
                 f"actions: expected {self._dtype} of shape ({one}) or ({many}), "
                 f"got {describe(array.dtype, array.shape)}"
             )
@@ -314,12 +330,20 @@ def _form(result: Any) -> str:
 
 
 def _note_success(success: Array, info: Mapping[str, Any], run: Array) -> None:
-    """Look for success in the `info` of a step, where ``_success`` says for which slots it is there."""
+    """Look for success in the `info` of a step, where ``_success`` says for which slots it is there.
+
+    Raises:
+        InvalidData: Another shape, or no flags.
+    """
     key = next((key for key in SUCCESS if key in info), None)
     if key is None:
         return
     known = run & np.asarray(info.get(f"_{key}", True), np.bool_)
     said = np.asarray(info[key])
-    if said.shape != run.shape:
+    if said.size != run.size or said.dtype.kind not in "fiubO":
         raise InvalidData(f"info[{key!r}]: expected one flag per slot, got {describe(said.dtype, said.shape)}")
+    said = said.reshape(run.shape)
+    if said.dtype.kind == "O":  # so gymnasium gathers flags of numpy, and None where a slot has none
+        said = np.array([as_flag(key, flag) for flag in said], np.float64)  # None becomes NaN
+    known &= said == said  # NaN says nothing
     success[known] = np.maximum(success[known], said[known].astype(np.bool_))
