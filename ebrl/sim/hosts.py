@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ebrl.core.errors import SimulatorError
+from ebrl.core.errors import EbrlError, SimulatorError
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane, Machine
 from ebrl.core.records import Array, EnvSpec, Observation, StepResult
@@ -39,11 +39,13 @@ class Slot(Protocol):
         env: Index of its environment, or of a spare after those of all environments; for messages.
         built: Whether there is a simulator.
         innocent: It was lost because of another one that shares its thread or process.
+        lost: Why it is not there any more, also if nobody waited for it; None once it is being built.
     """
 
     env: int
     built: bool
     innocent: bool
+    lost: EbrlError | None
 
     @property
     def lane_name(self) -> str:
@@ -151,7 +153,7 @@ class ThreadSlot:
 
     __slots__ = (
         "_due", "_moving", "_spec", "_step", "_submit", "_times", "built", "env", "future", "innocent", "lane",
-        "simulator",
+        "lost", "simulator",
     )  # fmt: skip
 
     def __init__(self, spec: EnvSpec, lane: Lane, times: CallTimes, env: int) -> None:
@@ -162,6 +164,7 @@ class ThreadSlot:
         self.env = env
         self.future: asyncio.Future[Any] | None = None  # of the call that was made last
         self.innocent = False
+        self.lost: EbrlError | None = None
         self.lane = lane
         self.simulator: Simulator | Missing
         self._step: Callable[..., StepResult]
@@ -189,7 +192,7 @@ class ThreadSlot:
 
     def build(self) -> asyncio.Future[None]:
         """See `Slot`."""
-        self.innocent = False
+        self.innocent, self.lost = False, None
         self.future = future = self.lane.run(self._build, self.lane, n=0)
         return future
 
@@ -205,7 +208,7 @@ class ThreadSlot:
         """Go on with another lane, and without a simulator: the thread of the one before does not return."""
         with self._moving:
             self._leave(lane, Missing(error))
-        self.innocent = innocent
+        self.innocent, self.lost = innocent, error
         if self.future is not None and not self.future.done():
             self.future.set_exception(type(error)(*error.args))
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from ebrl.core.errors import SimulatorError
+from ebrl.core.errors import EbrlError, SimulatorError
 from ebrl.core.records import Array, EnvSpec, StepResult
 from ebrl.sim.awaited import AwaitedSimulator
 from ebrl.sim.failures import Phase
@@ -38,6 +38,7 @@ class InlineSlot:
         self.lane_name = name
         self.built = False
         self.innocent = False
+        self.lost: EbrlError | None = None
         self.busy_s = 0.0
         self.current: tuple[asyncio.Task[None], Phase, asyncio.Future[Any]] | None = None
         self.tasks: set[asyncio.Task[None]] = set()
@@ -56,6 +57,7 @@ class InlineSlot:
 
     def build(self) -> asyncio.Future[None]:
         """See `Slot`."""
+        self.lost = None
         future: asyncio.Future[None] = self._loop.create_future()
         self._start(future, "build", self._build)
         return future
@@ -74,7 +76,7 @@ class InlineSlot:
         """End the running call, and go on without a simulator."""
         assert self.current is not None
         task, _, future = self.current
-        self._simulator, self._missing, self.built = None, Missing(error), False
+        self._simulator, self._missing, self.built, self.lost = None, Missing(error), False, error
         self._turn, self.current = asyncio.Lock(), None  # should it ignore that it is cancelled, it holds up nobody
         if not future.done():
             future.set_exception(type(error)(*error.args))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-from ebrl.core.errors import SimulatorError
+from ebrl.core.errors import EbrlError, SimulatorError
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane, Machine
 from ebrl.core.records import Array, EnvSpec, Observation
@@ -34,6 +34,7 @@ class VectorHost:
         times: Of its calls; none on a model, where clocks say nothing.
         built: Whether the simulator is there.
         innocent: Never: it shares its thread with no other.
+        lost: Why it is not there any more, also if nobody waited for it; None once it is being built.
         num_steps: Of the simulator, so far.
         num_leaked: Threads that were given up so far.
     """
@@ -54,6 +55,7 @@ class VectorHost:
         self.times = CallTimes(0)
         self.built = False
         self.innocent = False
+        self.lost: EbrlError | None = None
         self.num_steps = 0
         self.num_leaked = 0
         self._spec = spec
@@ -91,6 +93,7 @@ class VectorHost:
 
     def build(self) -> asyncio.Future[None]:
         """Make the simulator, after closing the one before, behind whatever runs."""
+        self.lost = None
         self._future = future = self.lane.run(self._build, self.lane, n=0)
         return future
 
@@ -123,7 +126,7 @@ class VectorHost:
         )  # fmt: skip
         with self._moving:
             self.lane = self._new_lane(f"+{self.num_leaked}")
-            self._simulator, self.built = Missing(error), False
+            self._simulator, self.built, self.lost = Missing(error), False, error
         if self._future is not None and not self._future.done():
             self._future.set_exception(type(error)(*error.args))
 
