@@ -254,10 +254,14 @@ class Recovery:
         fault = env.raised
         return env.where() if fault is None or not _consists_of(error, fault.error) else fault.where
 
-    async def make_ready(self, env: Failing) -> None:
+    async def make_ready(self, env: Failing, take_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until an environment has a simulator that works, and build one as often as the policy allows.
 
         May be cancelled and asked for again: nothing is decided or built twice.
+
+        Args:
+            env: Which.
+            take_over: Gives it another simulator instead, if there is one, and has its own built for others.
 
         Raises:
             Exception: What building raised, where the policy is to raise, and where it is a matter of settings.
@@ -274,6 +278,9 @@ class Recovery:
                     env.fault = _fault(env, env.slot.lost, None)
                 if env.fault is not None:
                     await self._wait(env, env.fault)
+                    if take_over():
+                        env.fault = env.raised = None
+                        return
                 building = self._build(env)
             await asyncio.wait([building])
             if building.cancelled():
