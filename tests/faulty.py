@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ebrl.core.records import Array
-from ebrl.sim.fake import Fault, ScriptedEnv, ScriptedFault
+from ebrl.sim.fake import ScriptedEnv, ScriptedFault
 
 GATE = threading.Event()
 """What hangs in a thread goes on, and ends, when a test has opened it."""
@@ -32,7 +32,7 @@ class Faulty(ScriptedEnv):
         where: ``"build"``, ``"reset"``, ``"step"`` or ``"close"``.
     """
 
-    def __init__(self, token: str, how: Fault | Literal["memory"], where: str, length: int = 4) -> None:
+    def __init__(self, token: str, how: str, where: str, length: int = 4) -> None:
         self.token, self.how, self.where = token, how, where
         self.num_resets = 0
         super().__init__(3, 2, length=length)
@@ -64,16 +64,26 @@ class Faulty(ScriptedEnv):
         if self.how == "hang":
             GATE.wait()
             return obs
-        return self._fail(self.how, obs)
+        return self._fail(self.how, obs)  # type: ignore[arg-type]  # one of its faults
 
 
 class BuiltSlowly(Faulty):
     """Raises in a step, and whoever takes its place is not built before a test opens `gate`, a named pipe."""
 
+    failed_in: ClassVar[set[int]] = set()  # threads
+
     def __init__(self, token: str, gate: str) -> None:
         super().__init__(token, "raise", "step")
-        if os.path.exists(token):
+        if threading.get_ident() in self.failed_in:
+            self.failed_in.clear()
             os.close(os.open(gate, os.O_RDONLY))
+
+    def step(self, action: Any) -> Any:
+        try:
+            return super().step(action)
+        except ScriptedFault:
+            self.failed_in.add(threading.get_ident())
+            raise
 
 
 def exhaust() -> None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.group import EnvGroup
 from ebrl.sim.process import ProcessHost
+from ebrl.sim.programs import rollout
 from tests.faulty import GATE, BuiltSlowly, opened_at_the_end
 from tests.helpers import scripted_spec
 from tests.test_faults_real import HASTY, POLICY, again, faulty, run
@@ -23,23 +25,21 @@ from tests.test_faults_real import HASTY, POLICY, again, faulty, run
 pytestmark = pytest.mark.slow
 LANES = 2  # threads or processes, which the environments share
 COUNTS = (1, 2, 19, 257)
-FEW = (2, 257)  # for what takes seconds
 HOSTS = ("thread", "process")
 
 QUICK = FailurePolicy(build_s=20.0, reset_s=0.5, call_s=0.5, per_env=None)
-SLOW_START = FailurePolicy(build_s=5.0, per_env=None)  # a process imports before it builds
-POLICIES = {("thread", "hang"): HASTY, ("process", "hang"): QUICK}
+SLOW = FailurePolicy(build_s=5.0, per_env=None)  # a process imports before it builds
 
 # Host, what happens, where, and in how many environments.
 CELLS = [
     *[(host, "raise", where, COUNTS) for host in HOSTS for where in ("build", "reset", "step")],
     *[(host, how, where, COUNTS) for host in HOSTS for how, where in (("nan", "reset"), ("nan", "step"))],
     *[(host, how, where, COUNTS) for host in HOSTS for how, where in (("shape", "reset"), ("dtype", "step"))],
-    *[("process", how, where, COUNTS) for how in ("exit", "crash") for where in ("build", "reset", "step")],
+    *[("process", "exit", where, COUNTS) for where in ("build", "reset", "step")],
+    *[("process", "crash", where, counts) for where, counts in (("build", (2,)), ("reset", (2,)), ("step", COUNTS))],
     ("process", "memory", "step", COUNTS),
-    *[(host, "hang", where, COUNTS) for host in HOSTS for where in ("reset", "step")],
-    ("thread", "hang", "build", COUNTS),
-    ("process", "hang", "build", FEW),
+    *[("thread", "hang", where, COUNTS) for where in ("build", "reset", "step")],
+    *[("process", "hang", where, counts) for where, counts in (("build", (19,)), ("reset", (2,)), ("step", COUNTS))],
 ]
 
 
@@ -64,9 +64,9 @@ def expected(host: str, how: str, count: int) -> tuple[int, float]:
     ("host", "how", "where", "count"), [(*cell, count) for *cell, counts in CELLS for count in counts]
 )
 def test_all_go_on_after_a_fault(host: Any, how: Any, where: str, count: int, tmp_path: Path) -> None:
-    policy = POLICIES.get((host, how), POLICY)
-    if (host, how, where) == ("process", "hang", "build"):
-        policy = SLOW_START
+    policy = POLICY
+    if how == "hang":
+        policy = HASTY if host == "thread" else SLOW if where == "build" else QUICK
     least, most = expected(host, how, count)
     with opened_at_the_end():
         envs = asyncio.run(
@@ -88,7 +88,7 @@ def test_what_raises_when_it_is_closed_ends_as_it_should(
     assert caplog.messages == told
 
 
-@pytest.mark.parametrize("count", FEW)
+@pytest.mark.parametrize("count", [1, 257])
 @pytest.mark.parametrize("host", HOSTS)
 def test_what_hangs_when_it_is_closed_is_given_up(
     host: Any, count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -116,6 +116,22 @@ def test_a_process_that_is_killed_from_outside_is_started_again(count: int) -> N
     assert envs.faults["restarts"] == most, "those of the other process noticed nothing"
 
 
+def test_a_process_that_ends_between_two_episodes_counts() -> None:
+    async def program(env: EnvContext) -> None:
+        await rollout(env)
+        if env.episode == 1:
+            exited = env._group._hosts[0]._link._exited  # type: ignore[attr-defined]
+            kill_child(env._group)
+            await asyncio.wait([exited])
+
+    def done(envs: EnvGroup) -> bool:
+        return envs._contexts[0].episode > 3
+
+    envs = asyncio.run(run(scripted_spec(length=4), done, host="process", count=1, program=program))
+    assert envs.faults["restarts"] == 1
+    assert [len(times) for times in envs.recovery._failures._of_env] == [1]
+
+
 @pytest.mark.blocks("waits until a constructor waits")
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_constructor_that_takes_long_holds_up_whoever_shares_its_thread_or_process(host: Any, tmp_path: Path) -> None:
@@ -141,16 +157,17 @@ def test_a_constructor_that_takes_long_holds_up_whoever_shares_its_thread_or_pro
     assert envs.faults["restarts"] == 1
 
 
-MILD = {"raise": 0.015, "nan": 0.005}
-ENDS = {"raise": 0.0135, "nan": 0.005, "exit": 0.0005, "crash": 0.0005, "hang": 0.0005}  # of processes
-HANGS = {"raise": 0.0145, "nan": 0.005, "hang": 0.0005}
+STORMS: dict[str, dict[str, float]] = {
+    "thread": {"raise": 0.0145, "nan": 0.005, "hang": 0.0005},
+    "process": {"raise": 0.014, "nan": 0.005, "exit": 0.0004, "crash": 0.0003, "hang": 0.0003},
+}
 
 
-@pytest.mark.parametrize(("count", "updates"), [(1, 400), (2, 200), (19, 40), (257, 4)])
-@pytest.mark.parametrize(("host", "storm"), [("thread", HANGS), ("process", MILD), ("process", ENDS)])
-def test_a_storm_in_which_two_calls_of_a_hundred_fail(count: int, updates: int, host: Any, storm: Any) -> None:
+@pytest.mark.parametrize(("count", "updates"), [(1, 400), (2, 200), (19, 20), (257, 3)])
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_storm_in_which_two_calls_of_a_hundred_fail(count: int, updates: int, host: Any) -> None:
     gate = GATE if host == "thread" else None  # a process is killed, and needs none
-    spec = scripted_spec(length=20, storm=storm, gate=gate)
+    spec = scripted_spec(length=20, storm=STORMS[host], gate=gate)
     policy = FailurePolicy(build_s=20.0, reset_s=0.5, call_s=0.5, per_env=None, backoff_s=0.001)
     numbers = itertools.count()
     with opened_at_the_end():

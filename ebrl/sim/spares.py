@@ -12,7 +12,8 @@ random 1.41.
 A spare whose reset fails stays bound, and fails its environment when that takes it over, as the environment's own reset
 would have. One that is lost otherwise, while nobody waits for it, is built again as often as the policy allows, or done
 without; its environment then resets by itself. An environment whose own simulator fails takes its spare over when that
-is allowed to it, and does not wait until another is built, which the spare then does. Looked at is only when an episode begins: nothing here has a timer.
+is allowed to it, and does not wait until another is built, which the spare then does. Looked at is only when an episode
+begins: nothing here has a timer.
 """
 
 from __future__ import annotations
