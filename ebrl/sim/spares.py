@@ -68,6 +68,7 @@ class Spare:
 
     Attributes:
         number: Of it.
+        index: Of it, behind all environments; for messages.
         spec: Number of the spec of its simulator.
         slot: Its simulator.
         bound: None: it is free, or not there.
@@ -77,12 +78,17 @@ class Spare:
     """
 
     number: int
+    index: int
     spec: int
     slot: Slot
     bound: Bound | None = None
     building: bool = False
     error: BaseException | None = None
     due_s: float | None = 0.0
+
+    def own(self) -> None:
+        """Its simulator is of no environment now."""
+        self.slot.env = self.index
 
 
 class Spares:
@@ -124,9 +130,9 @@ class Spares:
         """
         self._group, self._hosts = group, hosts
         slots = slots_of(hosts)
-        self._all = [Spare(i, i % self._num_specs, slot) for i, slot in enumerate(slots)]
+        self._all = [Spare(i, group.count + i, i % self._num_specs, slot) for i, slot in enumerate(slots)]
         for spare in self._all:
-            self._name(spare)
+            spare.own()
 
     def end(self) -> None:
         """The group ends: nothing is reset ahead any more."""
@@ -279,19 +285,16 @@ class Spares:
         del self._of[env.index]
         self._taken[env.index], spare.bound = bound, None
         spare.slot, env.slot = env.slot, spare.slot
-        self._name(spare)
+        spare.own()
         self._failures.went_well(spare.number)
         return True
-
-    def _name(self, spare: Spare) -> None:
-        spare.slot.env = self._group.count + spare.number
 
     def _release(self, spare: Spare) -> None:
         """Nobody will take over what a spare was reset for."""
         bound, spare.bound = spare.bound, None
         assert bound is not None
         del self._of[bound.env.index]
-        self._name(spare)
+        spare.own()
         if not bound.future.done():
             bound.future.cancel()  # does not run if it has not begun
         elif spare.slot.built:
