@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from ebrl.core.records import Array
 from ebrl.sim.fake import ScriptedEnv, ScriptedFault
 
 GATE = threading.Event()
@@ -28,46 +28,62 @@ class Faulty(ScriptedEnv):
 
     Args:
         token: A file that does not exist.
-        how: ``"raise"``, ``"hang"``, ``"exit"``, ``"crash"`` or ``"memory"``.
+        how: ``"raise"``, ``"hang"``, ``"memory"``, or another fault of a `ScriptedEnv`.
         where: ``"build"``, ``"reset"``, ``"step"`` or ``"close"``.
     """
 
     def __init__(self, token: str, how: str, where: str, length: int = 4) -> None:
         self.token, self.how, self.where = token, how, where
         self.num_resets = 0
-        self.come("build")
         super().__init__(3, 2, length=length)
+        self.come("build", self._obs)
 
     def reset(self, **options: Any) -> Any:
         self.num_resets += 1
-        if self.num_resets == 2:  # the first episode is whole
-            self.come("reset")
-        return super().reset(**options)
+        obs, info = super().reset(**options)
+        return (self.come("reset", obs) if self.num_resets == 2 else obs), info  # the first episode is whole
 
     def step(self, action: Any) -> Any:
-        if self.num_resets == 2:
-            self.come("step")
-        return super().step(action)
+        obs, *rest = super().step(action)
+        return (self.come("step", obs) if self.num_resets == 2 else obs), *rest
 
     def close(self) -> None:
-        self.come("close")
+        self.come("close", self._obs)
 
-    def come(self, where: str) -> None:
+    def come(self, where: str, obs: Array) -> Array:
         if where != self.where:
-            return
+            return obs
         try:
             os.close(os.open(self.token, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            return
+            return obs
         if self.how == "raise":
             raise ScriptedFault(f"in {where}")
-        if self.how == "exit":
-            os._exit(3)
-        if self.how == "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
         if self.how == "memory":
             exhaust()
-        GATE.wait()
+        if self.how == "hang":
+            GATE.wait()
+            return obs
+        return self._fail(self.how, obs)  # type: ignore[arg-type]  # one of its faults
+
+
+class BuiltSlowly(Faulty):
+    """Raises in a step, and whoever takes its place is not built before a test opens `gate`, a named pipe."""
+
+    failed_in: ClassVar[set[int]] = set()  # threads
+
+    def __init__(self, token: str, gate: str) -> None:
+        super().__init__(token, "raise", "step")
+        if threading.get_ident() in self.failed_in:
+            self.failed_in.clear()
+            os.close(os.open(gate, os.O_RDONLY))
+
+    def step(self, action: Any) -> Any:
+        try:
+            return super().step(action)
+        except ScriptedFault:
+            self.failed_in.add(threading.get_ident())
+            raise
 
 
 def exhaust() -> None:

@@ -21,13 +21,14 @@ import ebrl
 from ebrl import PPO, Checkpointer, EnvGroup, FailurePolicy, GaussianPolicy, Generator, PPOConfig, Runtime, Trainer
 from ebrl.core.errors import CheckpointError
 from ebrl.core.protocols import PolicyOut
+from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.sim.context import EnvContext
 from ebrl.sim.fake import ScriptedEnv, ScriptedFault
 from ebrl.sim.programs import rollout
 from ebrl.train.checkpoint import Checkpoint
-from tests.helpers import ROOT, leaves, scripted_spec, the_failure, training, virtually
+from tests.helpers import ROOT, assert_sound, leaves, scripted_spec, the_failure, training, virtually
 from tests.pipeline import CountingLearner
 
 SIGNALLED = """
@@ -228,15 +229,19 @@ NETWORK = GaussianPolicy.for_spec(SPEC, hidden=(4,))
 LEARNER = PPO(NETWORK, CONFIG)
 
 
-async def train(saves: Checkpointer, policy: FailurePolicy, *, train_s: float = 0.0) -> None:
-    spec = scripted_spec(make=Numbered(5))
+async def train(
+    saves: Checkpointer, policy: FailurePolicy, *, train_s: float = 0.0, bad: int = 5, save: bool = True
+) -> None:
+    spec = scripted_spec(make=Numbered(bad))
     machine = VirtualMachine({"sim": lambda n, rng: 1.0, "train": lambda n, rng: train_s})
     async with Runtime(machine) as rt:
         gen = rt.start(Generator(NETWORK))
         envs = rt.start(EnvGroup(spec, actor=gen, count=4, failures=policy))
         trainer = rt.start(Trainer(envs, LEARNER, updates=1000))
+        if not save:
+            saves.attach(trainer)
         async for report in trainer:
-            if report.update == 1:
+            if save and report.update == 1:
                 await saves.save(trainer)
 
 
@@ -256,6 +261,27 @@ def test_a_run_whose_budget_is_spent_is_saved_between_two_updates(train_s: float
     assert checkpoint.update >= 1
     assert checkpoint.experience.ledger.balanced
     assert len(error.__notes__) == 2
+
+
+@pytest.mark.parametrize("bad", [1, 5])
+def test_a_run_whose_budget_is_spent_before_its_first_save_is_saved_and_goes_on(bad: int, tmp_path: Path) -> None:
+    saves = Checkpointer(tmp_path / "run")
+    error = the_failure(train(saves, FailurePolicy(per_env=1), bad=bad, save=False))
+    assert isinstance(error, ScriptedFault)
+    assert len(error.__notes__) == 2
+    checkpoint = saves.latest()
+    assert checkpoint is not None
+    assert (checkpoint.update == 0) == (bad == 1), "also before the first update"
+
+    async def go_on() -> int:
+        async with Runtime(VirtualMachine({})) as rt:
+            gen = rt.start(Generator(NETWORK))
+            envs = rt.start(EnvGroup(SPEC, actor=gen, count=4))
+            reports = [r async for r in rt.start(Trainer(envs, LEARNER, updates=9, resume=checkpoint))]
+            assert_sound(envs.admission.ledger())
+            return reports[0].update
+
+    assert run_virtual(go_on()) == checkpoint.update + 1
 
 
 def test_a_run_that_cannot_be_saved_says_so_and_ends_with_what_ended_it(

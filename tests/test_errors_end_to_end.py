@@ -206,6 +206,13 @@ def test_bad_data_of_a_simulator_is_one_line_with_its_place(
     assert_whole(command.folder)
 
 
+def test_a_run_that_failures_end_before_its_first_checkpoint_leaves_one(command: Command) -> None:
+    command.fails("--env", "NanRewardTest-v0", *SMALL, "--updates", "9", "--failures", "drop", status=1)
+    (saved,) = (command.folder / "checkpoints").iterdir()
+    assert load(saved).update == 0
+    assert main(["train", "--resume", str(command.folder)]) == 1, "it goes on, and fails again"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("memory_size", ["0", "3"])
 def test_a_run_can_be_evaluated_afterwards(

@@ -249,6 +249,43 @@ def test_without_deadlines_a_hang_is_waited_for() -> None:
     assert run_virtual(main()) > 1e5
 
 
+# Lost while nobody waits.
+
+
+@virtually
+async def test_one_that_is_lost_while_its_program_is_elsewhere_is_counted() -> None:
+    async def program(env: EnvContext) -> None:
+        await rollout(env)
+        if env.index == 1:
+            await asyncio.sleep(60.0)
+
+    fleet = Fleet({3 * LENGTH: "hang"})
+    async with recording(
+        program, spec=scripted_spec(make=fleet), machine=machine(), count=2, batch_size=999, lanes=1, failures=POLICY
+    ) as envs:
+        await asyncio.sleep(150.0)
+        assert [len(log) for log in fleet.logs[:2]] == [3, 1], "the second shared the lane of the first"
+        assert envs.faults == {"restarts": 2, "dropped_envs": 0, "leaked_threads": 1}
+        assert [len(times) for times in envs.recovery._failures._of_env] == [1, 0]
+        assert len(fleet.logs) == 4
+
+
+def test_one_that_hangs_when_its_program_has_left_the_call_is_charged() -> None:
+    async def program(env: EnvContext) -> None:
+        try:
+            async with asyncio.timeout(6.0):
+                await rollout(env)
+        except TimeoutError:
+            await asyncio.sleep(50.0)
+
+    error = spent(Fleet({2: "hang"}), policy=FailurePolicy(per_env=0, call_s=10.0), program=program, count=1)
+    assert isinstance(error, CallTimeout)
+    assert error.__notes__[0].startswith("env 0 episode 0 decision 1 seed ")
+    error = spent(Fleet({2: "hang"}), policy=FailurePolicy("raise", call_s=10.0), program=program, count=1)
+    assert isinstance(error, SimulatorError)
+    assert isinstance(error.__cause__, CallTimeout)
+
+
 # Dropped.
 
 
@@ -535,11 +572,16 @@ def test_restarts_are_told_and_then_rarely(caplog: pytest.LogCaptureFixture) -> 
 
 
 @virtually
-async def test_closing_that_fails_at_the_end_is_told_and_ends_nothing() -> None:
+async def closed_badly() -> None:
     spec = scripted_spec(faults={CLOSE: "raise"})
-    async with training(spec, machine(), updates=2) as stage:
+    async with training(spec, machine(), updates=2, count=2) as stage:
         async for _ in stage.trainer:
             pass
+
+
+def test_closing_that_fails_at_the_end_is_told_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    closed_badly()
+    assert caplog.messages == ["a simulator could not be closed: ScriptedFault('scripted at call 9')"] * 2
 
 
 def test_a_simulator_that_is_not_there_raises() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,29 +79,11 @@ def faulty(tmp_path: Path, how: str, where: str) -> EnvSpec:
     return scripted_spec(make=make)
 
 
-@pytest.mark.parametrize("where", ["build", "reset", "step"])
-@pytest.mark.parametrize("how", ["raise", "exit", "crash"])
-def test_a_process_goes_on_after_a_failure_or_is_started_again(how: str, where: str, tmp_path: Path) -> None:
-    envs = asyncio.run(run(faulty(tmp_path, how, where), again(1), host="process", lanes=1))
-    assert envs.faults["restarts"] == (1 if how == "raise" else 3), "all of them share the process"
-
-
 def test_only_the_guilty_one_is_charged(tmp_path: Path) -> None:
     policy = FailurePolicy(per_env=1, build_s=None, reset_s=None, call_s=None)
     spec = faulty(tmp_path, "crash", "step")
     envs = asyncio.run(run(spec, again(3), host="process", lanes=1, failures=policy))
     assert sorted(len(times) for times in envs.recovery._failures._of_env) == [0, 0, 1]
-
-
-@pytest.mark.parametrize("where", ["build", "reset", "step"])
-def test_what_hangs_in_a_process_is_killed_and_started_again(where: str, tmp_path: Path) -> None:
-    policy = FailurePolicy(build_s=20.0, reset_s=0.5, call_s=0.5)
-    if where == "build":
-        policy = FailurePolicy(build_s=5.0, per_env=None)
-    envs = asyncio.run(
-        run(faulty(tmp_path, "hang", where), again(2), host="process", count=2, lanes=1, failures=policy)
-    )
-    assert envs.faults["restarts"] in (2, 4)  # on a machine that is too busy the second start may be too slow as well
 
 
 @pytest.mark.parametrize("where", ["build", "reset", "step"])
@@ -123,24 +103,6 @@ def test_what_hangs_in_a_thread_is_named_and_its_lane_replaced(
     assert "GATE.wait()" in told
 
 
-@pytest.mark.parametrize("host", ["thread", "process"])
-def test_what_raises_when_it_is_closed_ends_as_it_should(
-    host: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    asyncio.run(run(faulty(tmp_path, "raise", "close"), lambda envs: True, host=host, lanes=1))
-    told = ["a simulator could not be closed: ScriptedFault('in close')"] if host == "thread" else []
-    assert [record.getMessage() for record in caplog.records] == told
-
-
-@pytest.mark.parametrize("host", ["thread", "process"])
-def test_what_hangs_when_it_is_closed_is_given_up(host: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with opened_at_the_end():
-        spec = faulty(tmp_path, "hang", "close")
-        asyncio.run(run(spec, lambda envs: True, host=host, lanes=1, ends_well=False))
-    thread, process = "lane envs-0 is lost", "envs-process-0: its simulators did not close within"
-    assert (thread if host == "thread" else process) in caplog.text
-
-
 @pytest.mark.blocks("looks for a file between two updates")
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_a_run_ends_although_one_hangs_that_has_time_left(host: Any, tmp_path: Path) -> None:
@@ -149,39 +111,6 @@ def test_a_run_ends_although_one_hangs_that_has_time_left(host: Any, tmp_path: P
         spec = faulty(tmp_path, "hang", "step")
         envs = asyncio.run(run(spec, lambda envs: token.exists(), host=host, ends_well=False))
     assert envs.faults["restarts"] == 0
-
-
-def kill_child(envs: EnvGroup) -> None:
-    host = envs._hosts[0]
-    assert isinstance(host, ProcessHost)
-    assert host._link is not None
-    assert host._link._process is not None
-    os.kill(host._link._process.pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("count", [1, 2, 19])
-def test_a_process_that_is_killed_from_outside_is_started_again(count: int) -> None:
-    spec = scripted_spec(length=4)
-    envs = asyncio.run(run(spec, again(-(-count // 2)), kill_child, host="process", count=count, lanes=2))
-    assert envs.faults["restarts"] == -(-count // 2), "those of the other process noticed nothing"
-
-
-def test_out_of_memory_is_survived(tmp_path: Path) -> None:
-    envs = asyncio.run(run(faulty(tmp_path, "memory", "step"), again(1), host="process", lanes=1))
-    assert 1 <= envs.faults["restarts"] <= 6
-
-
-@pytest.mark.parametrize(("count", "updates"), [(2, 200), (19, 40), (257, 4)])
-@pytest.mark.parametrize("host", ["thread", "process"])
-def test_a_storm_in_which_two_calls_of_a_hundred_fail(count: int, updates: int, host: Any) -> None:
-    storm = {"raise": 0.015, "nan": 0.005} if count != 19 or host == "thread" else {"raise": 0.018, "exit": 0.002}
-    spec = scripted_spec(length=20, storm=storm)
-    policy = FailurePolicy(per_env=None, backoff_s=0.001)
-    numbers = itertools.count()
-    envs = asyncio.run(
-        run(spec, lambda envs: next(numbers) >= updates, host=host, count=count, lanes=2, failures=policy)
-    )
-    assert envs.faults["restarts"] > 0.005 * envs.admission.ledger().started
 
 
 def failure(spec: EnvSpec, **group: Any) -> list[BaseException]:

@@ -13,7 +13,15 @@ from tests.helpers import ROOT
 
 LIBRARY = sorted((ROOT / "ebrl").rglob("*.py"))
 OTHERS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
-BORDERS = {"core/lanes.py", "sim/hosts.py", "sim/inline.py", "sim/child.py", "sim/life.py", "cli/doctor.py"}
+BORDERS = {
+    "core/lanes.py",
+    "sim/hosts.py",
+    "sim/inline.py",
+    "sim/child.py",
+    "sim/life.py",
+    "sim/link.py",
+    "cli/doctor.py",
+}
 PLAIN_BASES = {"Protocol", "Module", "Generic", "Enum", "IntEnum", "StrEnum", "NamedTuple", "TypedDict", "object"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import logging
@@ -25,6 +26,7 @@ from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
 from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.fake import CONSTRUCTION, ScriptedEnv, ScriptedFault
+from ebrl.sim.programs import vector_rollout
 from ebrl.sim.spec import in_turn
 from ebrl.sim.vector import VectorGroup
 from ebrl.sim.vector_context import VectorContext
@@ -172,6 +174,22 @@ def test_a_budget_is_of_a_simulator() -> None:
     assert isinstance(error, ScriptedFault)
     budget = "simulator 0 was restarted 2 times within an hour, which is its budget: see FailurePolicy.per_env"
     assert error.__notes__[1] == budget
+
+
+def test_one_that_hangs_when_its_program_has_left_the_call_is_charged() -> None:
+    async def program(env: VectorContext) -> None:
+        try:
+            async with asyncio.timeout(6.0):
+                await vector_rollout(env)
+        except TimeoutError:
+            await asyncio.sleep(50.0)
+
+    async def main() -> None:
+        policy = FailurePolicy(per_env=0, call_s=10.0)
+        async with vector_training(Fleet({2: "hang"}).spec(), machine(), program=program, failures=policy) as s:
+            await s.run()
+
+    assert isinstance(the_failure(main()), CallTimeout)
 
 
 def test_one_that_is_dropped_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:

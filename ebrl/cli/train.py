@@ -227,16 +227,20 @@ class Session:
                 self._actor = gen = rt.start(Generator(self._policy))
                 envs = rt.start(self._group(gen, config.num_envs, "envs"))
                 io = rt.machine.lane("io", "metrics")
-                trainer = Trainer(
-                    envs,
-                    self._learner,
-                    updates=config.num_updates,
-                    max_lag=config.max_lag,
-                    sampling=config.sampling,
-                    resume=self._saved,
+                trainer = rt.start(
+                    Trainer(
+                        envs,
+                        self._learner,
+                        updates=config.num_updates,
+                        max_lag=config.max_lag,
+                        sampling=config.sampling,
+                        resume=self._saved,
+                    )
                 )
+                if config.checkpoint_every:
+                    self._saves.attach(trainer)
                 with progress:
-                    async for report in rt.start(trainer):
+                    async for report in trainer:
                         statistics = rt.statistics()
                         scalars = flatten(report) | {f"tuner/{k}": v for k, v in statistics["tuner"].items()}
                         await io.run(self._metrics.write, report.env_steps, scalars, self._new_moves(rt))

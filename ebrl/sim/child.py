@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from ebrl.core.errors import IN_CHILD, SimulatorError
 from ebrl.core.records import EnvSpec, StepResult
-from ebrl.sim.shm import BUILD, CALL, CLOSE, CONTROL, FRAME, HEADER, PLAIN, RESET, STEP, Rows, frame
+from ebrl.sim.shm import BUILD, CALL, CLOSE, CONTROL, FRAME, HEADER, PLAIN, RESET, STEP, Rows, frame, frame_end
 from ebrl.sim.simulator import SCALARS, Simulator
 
 FLUSH_S: Final = 5e-5
@@ -213,18 +213,12 @@ class Worker:
         return bool(data)
 
     def _read_frame(self) -> bytes:
-        while len(self._in) < HEADER.size:
-            self._receive_or_leave()
-        end = HEADER.size + HEADER.unpack_from(self._in)[0]
-        while len(self._in) < end:
-            self._receive_or_leave()
+        while (end := frame_end(self._in, 0)) is None:
+            if not self._receive():
+                raise ConnectionError("the parent hung up in the middle of a message")
         payload = bytes(self._in[HEADER.size : end])
         del self._in[:end]
         return payload
-
-    def _receive_or_leave(self) -> None:
-        if not self._receive():
-            raise ConnectionError("the parent hung up in the middle of a message")
 
     def _flush(self) -> None:
         self._sock.sendall(self._out)

@@ -332,7 +332,7 @@ async def _next_episode(env: EnvContext) -> tuple[int, int]:
 
 async def _reset_simulator(env: EnvContext) -> tuple[Observation, dict[str, Any]]:
     if env.fault is not None or not env.slot.built:
-        await env.recovery.make_ready(env)
+        await env.recovery.make_ready(env, lambda: env._group.spares.take_over(env))
     assigned = env.meter.assigned
     if assigned is None or not env._group.plan.wants(assigned[0]):
         assigned = env.meter.assigned = await _next_episode(env)

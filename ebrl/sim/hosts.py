@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
-from ebrl.core.errors import SimulatorError
+from ebrl.core.errors import EbrlError, SimulatorError
 from ebrl.core.lanes import Call
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane, Machine
@@ -42,11 +42,13 @@ class Slot(Protocol):
         env: Index of its environment, or of a spare after those of all environments; for messages.
         built: Whether there is a simulator.
         innocent: It was lost because of another one that shares its thread or process.
+        lost: Why it is not there any more, also if nobody waited for it; None once it is being built.
     """
 
     env: int
     built: bool
     innocent: bool
+    lost: EbrlError | None
 
     @property
     def lane_name(self) -> str:
@@ -174,7 +176,7 @@ class ThreadSlot:
 
     __slots__ = (
         "_due", "_kind", "_moving", "_phases", "_spec", "_step", "_submit", "_times", "built", "env", "future",
-        "innocent", "lane", "simulator",
+        "innocent", "lane", "lost", "simulator",
     )  # fmt: skip
 
     def __init__(
@@ -189,6 +191,7 @@ class ThreadSlot:
         self.env = env
         self.future: asyncio.Future[Any] | None = None  # of the call that was made last
         self.innocent = False
+        self.lost: EbrlError | None = None
         self.lane: Lane
         self.simulator: Blocking
         self._move(lane, Missing(SimulatorError("the simulator was not built")))
@@ -222,7 +225,7 @@ class ThreadSlot:
 
     def build(self) -> asyncio.Future[None]:
         """See `Slot`."""
-        self.innocent = False
+        self.innocent, self.lost = False, None
         self.future = future = self.lane.run(self._build, self.lane, n=0)
         self._phases[future] = "build"
         return future
@@ -248,7 +251,7 @@ class ThreadSlot:
         with self._moving:
             left = self.simulator
             self._move(lane, Missing(error))
-        self.innocent = innocent
+        self.innocent, self.lost = innocent, error
         if self.future is not None and not self.future.done():
             self.future.set_exception(type(error)(*error.args))
         return left

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from ebrl.core.errors import SimulatorError
+from ebrl.core.errors import EbrlError, SimulatorError
 from ebrl.core.records import Array, EnvSpec, StepResult
 from ebrl.sim.awaited import AwaitedSimulator
 from ebrl.sim.failures import Phase
@@ -39,6 +39,7 @@ class InlineSlot:
         self.lane_name = name
         self.built = False
         self.innocent = False
+        self.lost: EbrlError | None = None
         self.busy_s = 0.0
         self.current: tuple[asyncio.Task[None], Phase] | None = None
         self.tasks: dict[asyncio.Task[None], asyncio.Future[Any]] = {}  # calls that run or wait, and whom they answer
@@ -58,6 +59,7 @@ class InlineSlot:
 
     def build(self) -> asyncio.Future[None]:
         """See `Slot`."""
+        self.lost = None
         future: asyncio.Future[None] = self._loop.create_future()
         self._start(future, "build", self._build)
         return future
@@ -78,7 +80,7 @@ class InlineSlot:
         current, _ = self.current
         if self._simulator is not None:
             self._lost[current] = self._simulator
-        self._simulator, self._missing, self.built = None, Missing(error), False
+        self._simulator, self._missing, self.built, self.lost = None, Missing(error), False, error
         self._turn, self.current = asyncio.Lock(), None  # should it ignore that it is cancelled, it holds up nobody
         for task, future in self.tasks.items():
             if task is current or not future.done():

@@ -61,7 +61,7 @@ class Operation:
 class ProcessSlot:
     """A simulator in a child process; see `Slot`. Its row of shared memory belongs to one operation at a time."""
 
-    __slots__ = ("_actions", "_host", "built", "current", "env", "held", "index", "innocent", "wire")
+    __slots__ = ("_actions", "_host", "built", "current", "env", "held", "index", "innocent", "lost", "wire")
 
     def __init__(self, host: ProcessHost, index: int, actions: ActionReader) -> None:
         self._host = host
@@ -70,6 +70,7 @@ class ProcessSlot:
         self.wire = index.to_bytes(2, "little")
         self.built = False
         self.innocent = False
+        self.lost: EbrlError | None = None
         self.current: Operation | None = None
         self.held: deque[Operation] = deque()
 
@@ -106,7 +107,7 @@ class ProcessSlot:
 
     def build(self) -> asyncio.Future[None]:
         """See `Slot`; starts the process again if it has ended."""
-        self.innocent = False
+        self.innocent, self.lost = False, None
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         future.add_done_callback(self._note_built)
         self._host.when_ready(future, lambda: self._post(Operation(self, future, BUILD)))
@@ -121,7 +122,7 @@ class ProcessSlot:
 
     def lose(self, error: EbrlError, innocent: bool) -> None:
         """The process has ended: fail what is pending."""
-        self.built, self.innocent = False, innocent
+        self.built, self.innocent, self.lost = False, innocent, error
         for operation in (self.current, *self.held):
             if operation is not None:
                 fail(operation, error)

@@ -45,10 +45,12 @@ class Rebuilt(Protocol):
     Attributes:
         built: Whether there is a simulator.
         innocent: It was lost because of another one that shares its thread or process.
+        lost: Why it is not there any more, also if nobody waited for it; None once it is being built.
     """
 
     built: bool
     innocent: bool
+    lost: EbrlError | None
 
     def build(self) -> asyncio.Future[None]:
         """Make the simulator, after closing the one before, behind whatever runs."""
@@ -139,10 +141,7 @@ def blame(
     """
     if not is_fault(error) or not future.done() or future.cancelled() or future.exception() is not error:
         return False
-    action = told()
-    text = "none" if action is None else np.array2string(np.asarray(action), precision=4, threshold=16, separator=", ")
-    where = f"{env.where()} last action {' '.join(text.split())}"
-    env.raised = Fault(error, where, env.slot.innocent and not env.slot.built)
+    env.raised = _fault(env, error, told())
     return env.recovery.policy.action != "raise"
 
 
@@ -255,22 +254,34 @@ class Recovery:
         fault = env.raised
         return env.where() if fault is None or not _consists_of(error, fault.error) else fault.where
 
-    async def make_ready(self, env: Failing) -> None:
+    async def make_ready(self, env: Failing, take_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until an environment has a simulator that works, and build one as often as the policy allows.
 
         May be cancelled and asked for again: nothing is decided or built twice.
+
+        Args:
+            env: Which.
+            take_over: Gives it another simulator instead, if there is one, and has its own built for others.
 
         Raises:
             Exception: What building raised, where the policy is to raise, and where it is a matter of settings.
             SimulatorError: The simulator was lost before, and the policy is to raise.
         """
-        lost = env.raised if self.policy.action == "raise" else None
-        if lost is not None:
-            raise SimulatorError('the simulator is lost, and FailurePolicy("raise") builds no other') from lost.error
+        if self.policy.action == "raise":
+            error = env.slot.lost if env.raised is None else env.raised.error
+            if error is not None:
+                raise SimulatorError('the simulator is lost, and FailurePolicy("raise") builds no other') from error
         while env.fault is not None or not env.slot.built:
-            if env.fault is not None:
-                await self._wait(env, env.fault)
-            building = self._building.get(env.index) or self._build(env)
+            building = self._building.get(env.index)
+            if building is None:
+                if env.fault is None and env.slot.lost is not None:  # while its program was elsewhere
+                    env.fault = _fault(env, env.slot.lost, None)
+                if env.fault is not None:
+                    await self._wait(env, env.fault)
+                    if take_over():
+                        env.fault = env.raised = None
+                        return
+                building = self._build(env)
             await asyncio.wait([building])
             if building.cancelled():
                 raise Closed(f"{self._name} has ended")
@@ -402,6 +413,12 @@ def tell(name: str, num: int, fault: Fault, after_s: float) -> None:
         "%s: restart %d, in %.3g s: %s%r [%s]",
         name, num, after_s, "lost with another one: " if fault.innocent else "", fault.error, fault.where,
     )  # fmt: skip
+
+
+def _fault(env: Failing, error: BaseException, action: Array | None) -> Fault:
+    text = "none" if action is None else np.array2string(np.asarray(action), precision=4, threshold=16, separator=", ")
+    where = f"{env.where()} last action {' '.join(text.split())}"
+    return Fault(error, where, env.slot.innocent and not env.slot.built)
 
 
 def _consists_of(error: BaseException, part: BaseException) -> bool:

@@ -11,7 +11,9 @@ random 1.41.
 
 A spare whose reset fails stays bound, and fails its environment when that takes it over, as the environment's own reset
 would have. One that is lost otherwise, while nobody waits for it, is built again as often as the policy allows, or done
-without; its environment then resets by itself. Looked at is only when an episode begins: nothing here has a timer.
+without; its environment then resets by itself. An environment whose own simulator fails takes its spare over when that
+is allowed to it, and does not wait until another is built, which the spare then does. Looked at is only when an episode
+begins: nothing here has a timer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ebrl.core.errors import SimulatorError
 from ebrl.core.records import EnvSpec
 from ebrl.sim.failures import FailurePolicy, Failures, Restart
 from ebrl.sim.hosts import Reset, SimHost, Slot
@@ -67,6 +68,7 @@ class Spare:
 
     Attributes:
         number: Of it.
+        index: Of it, behind all environments; for messages.
         spec: Number of the spec of its simulator.
         slot: Its simulator.
         bound: None: it is free, or not there.
@@ -76,12 +78,17 @@ class Spare:
     """
 
     number: int
+    index: int
     spec: int
     slot: Slot
     bound: Bound | None = None
     building: bool = False
     error: BaseException | None = None
     due_s: float | None = 0.0
+
+    def own(self) -> None:
+        """Its simulator is of no environment now."""
+        self.slot.env = self.index
 
 
 class Spares:
@@ -109,6 +116,7 @@ class Spares:
         self._hosts: Sequence[SimHost] = ()
         self._all: list[Spare] = []
         self._of: dict[int, Spare] = {}  # by environment, those that are bound
+        self._taken: dict[int, Bound] = {}  # by environment, resets of what it has taken over
         self._kept: set[int] = set()  # environments that do not give their simulator away
         self._started = self._ended = False
         self._counts: Counter[str] = Counter()
@@ -122,14 +130,15 @@ class Spares:
         """
         self._group, self._hosts = group, hosts
         slots = slots_of(hosts)
-        self._all = [Spare(i, i % self._num_specs, slot) for i, slot in enumerate(slots)]
+        self._all = [Spare(i, group.count + i, i % self._num_specs, slot) for i, slot in enumerate(slots)]
         for spare in self._all:
-            self._name(spare)
+            spare.own()
 
     def end(self) -> None:
         """The group ends: nothing is reset ahead any more."""
         self._ended = True
         self._of.clear()
+        self._taken.clear()
 
     def counts(self) -> Mapping[str, int]:
         """Return how many spares there are, and how many resets were ready, waited for, and done without one."""
@@ -147,19 +156,31 @@ class Spares:
             What comes of the reset.
         """
         spare = self._of.get(env.index)
-        bound = spare.bound if spare is not None else None
-        if spare is not None and bound is not None and not bound.is_lost(spare.slot):
+        if spare is not None:
+            self._swap(spare, env)
+        bound = self._taken.pop(env.index, None)
+        if bound is not None and not bound.is_lost(env.slot):
             assert bound.assigned == assigned, (bound.assigned, assigned)
             self._counts["ready" if bound.future.done() else "waited"] += 1
-            self._swap(spare, env)
             self.tend()
             return bound.future
-        if spare is not None:
-            self._release(spare)
         self._counts["own"] += 1
         future: asyncio.Future[Reset] = asyncio.get_running_loop().create_future()
         env.slot.reset(future, assigned[1])
         return future
+
+    def take_over(self, env: EnvContext) -> bool:
+        """Give an environment the simulator of its spare for one that has failed, which the spare builds again.
+
+        Returns:
+            Whether it has one.
+        """
+        spare = self._of.get(env.index)
+        if spare is None or not self._swap(spare, env):
+            return False
+        spare.due_s = asyncio.get_running_loop().time()
+        self.tend()
+        return True
 
     def keep(self, env: EnvContext) -> None:
         """The program of an environment calls its simulator: what that leaves in it may outlast a reset.
@@ -177,6 +198,8 @@ class Spares:
         self._kept.add(env.index)
         if env.index in self._of:
             self._release(self._of[env.index])
+        if env.index in self._taken:
+            self._taken.pop(env.index).future.cancel()
 
     def tend(self) -> None:
         """Build what is not there, and reset what is free; called when an episode has begun or a spare is free."""
@@ -213,7 +236,8 @@ class Spares:
 
     def _judge(self, spare: Spare, now_s: float) -> float:
         """Return when a spare that has failed, or was lost, may be built again; infinity: never."""
-        recovery, error = self._group.recovery, spare.error or SimulatorError("lost while nobody waited for it")
+        recovery, error = self._group.recovery, spare.error or spare.slot.lost
+        assert error is not None
         fault = Fault(error, f"spare {spare.number}", spare.slot.innocent and not spare.slot.built)
         if self._may_restart and is_fault(error):
             verdict = self._failures.decide(spare.number, now_s, charged=not fault.innocent)
@@ -251,22 +275,26 @@ class Spares:
         self._of[env.index] = spare
         spare.slot.reset(future, assigned[1])
 
-    def _swap(self, spare: Spare, env: EnvContext) -> None:
+    def _swap(self, spare: Spare, env: EnvContext) -> bool:
+        """Let environment and spare change simulators, unless that of the spare is lost."""
+        bound = spare.bound
+        assert bound is not None
+        if bound.is_lost(spare.slot):
+            self._release(spare)
+            return False
         del self._of[env.index]
-        spare.bound = None
+        self._taken[env.index], spare.bound = bound, None
         spare.slot, env.slot = env.slot, spare.slot
-        self._name(spare)
+        spare.own()
         self._failures.went_well(spare.number)
-
-    def _name(self, spare: Spare) -> None:
-        spare.slot.env = self._group.count + spare.number
+        return True
 
     def _release(self, spare: Spare) -> None:
         """Nobody will take over what a spare was reset for."""
         bound, spare.bound = spare.bound, None
         assert bound is not None
         del self._of[bound.env.index]
-        self._name(spare)
+        spare.own()
         if not bound.future.done():
             bound.future.cancel()  # does not run if it has not begun
         elif spare.slot.built:

@@ -83,6 +83,7 @@ class Checkpointer:
 
         saves = ebrl.Checkpointer("runs/reach")
         trainer = rt.start(ebrl.Trainer(envs, learner, updates=1000, resume=saves.latest()))
+        saves.attach(trainer)
         async for report in trainer:
             if report.update % 10 == 0:
                 await saves.save(trainer)
@@ -108,8 +109,7 @@ class Checkpointer:
         """Write a checkpoint; it is on the disk when this returns.
 
         Rollouts go on, within their credit. Call it in the body of ``async for report in trainer``: the next update
-        begins after it. A run that was saved once is saved once more before it ends because simulators have failed too
-        often (`ebrl.FailurePolicy`).
+        begins after it. Does what `attach` does, too.
 
         Returns:
             Its folder.
@@ -122,8 +122,19 @@ class Checkpointer:
         """
         snapshot = await trainer.snapshot()
         path = await self._lane_of(trainer).run(self._write, snapshot)
-        trainer.runtime.before_failing[trainer.name] = partial(self._save_last, trainer)
+        self.attach(trainer)
         return path
+
+    def attach(self, trainer: Trainer) -> None:
+        """Have a run saved before it ends because simulators have failed too often (`ebrl.FailurePolicy`).
+
+        Args:
+            trainer: That was started.
+
+        Raises:
+            Closed: It was not started, or has ended.
+        """
+        trainer.runtime.before_failing[trainer.name] = partial(self._save_last, trainer)
 
     async def _save_last(self, trainer: Trainer) -> None:
         await trainer.between_updates()
