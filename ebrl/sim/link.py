@@ -84,8 +84,10 @@ class Link:
 
     def kill(self) -> None:
         """End the child at once; `end` is called when it has ended."""
-        if self._process is not None:
-            self._process.kill()
+        process = self._process
+        if process is not None and process.returncode is None:  # Popen.kill would look whether it has ended, and reap
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
     def send(self, data: bytes | bytearray) -> None:
         """Send in order, at once as far as the socket takes it."""
@@ -113,11 +115,11 @@ class Link:
             with contextlib.suppress(OSError):  # the child is gone already
                 self._sock.shutdown(socket.SHUT_WR)
             if not self.ready.done():  # it imports, and would hear of the end only afterwards
-                self._process.kill()
+                self.kill()
             done, _ = await asyncio.wait([exited], timeout=deadline_s)
             if not done:
                 killed = True
-                self._process.kill()
+                self.kill()
                 await asyncio.wait([exited], timeout=KILL_S)
         self._hang_up()
         if self._spawned is None:
@@ -177,8 +179,7 @@ class Link:
             data = b""
         if not data:
             self._hang_up()
-            if self._process is not None:
-                self._process.kill()  # it hung up, so it ends or is of no use; its exit code stays if it has one
+            self.kill()  # it hung up, so it ends or is of no use; its exit code stays if it has one
             return False
         self._in += data
         del self._in[: self._take(self._in)]
