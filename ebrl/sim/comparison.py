@@ -85,14 +85,14 @@ class TrialFailedError(Exception):
 async def compare(threads: Threads, processes: Processes) -> Comparison:
     """Let them play in turn, so that whatever else this computer does is shared."""
     tried: tuple[Threads | Processes, ...] = (threads, processes)
-    alone = {each.place: await heed(each.place, each.play(ALONE_S, alone=True)) for each in tried}
+    alone = {each.place: await blamed_on(each.place, each.play(ALONE_S, alone=True)) for each in tried}
     slowest_s = max(one.step_s for one in alone.values())
     episode_s = max(one.step_s * (threads.specs[0].horizon or 0) + one.reset_s for one in alone.values())
     seconds = min(max(LEAST_S, LEAST_STEPS * slowest_s, episode_s), MOST_S)
     played: dict[Place, list[Played]] = {"thread": [], "process": []}
     for number in range(NUM_ROUNDS):
         for each in tried if number % 2 else tried[::-1]:
-            played[each.place].append(await heed(each.place, each.play(seconds / NUM_ROUNDS)))
+            played[each.place].append(await blamed_on(each.place, each.play(seconds / NUM_ROUNDS)))
     in_threads, in_processes = (Measured(_per_s(played[each.place]), alone[each.place].lag_s) for each in tried)
     return Comparison(len(threads.specs), in_threads, in_processes, any(map(draws, threads.specs)))
 
@@ -101,11 +101,15 @@ def _per_s(played: Sequence[Played]) -> float:
     return sum(each.num_steps for each in played) / sum(each.elapsed_s for each in played)
 
 
-async def heed(place: Place, trying: Awaitable[T]) -> T:
-    """Return what came of it.
+async def blamed_on(place: Place, trying: Awaitable[T]) -> T:
+    """Return what came of a trial.
+
+    Args:
+        place: Where simulators play in it.
+        trying: The trial.
 
     Raises:
-        TrialFailedError: A simulator failed; what is no fault of one is raised as it is.
+        TrialFailedError: A simulator failed there; what is no fault of one is raised as it is.
     """
     (found,) = await asyncio.gather(_limited(trying), return_exceptions=True)
     if not isinstance(found, BaseException):
