@@ -24,7 +24,8 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from bench.hosting import Burning, Case, Found, measure
+from bench.hosted import Burning
+from bench.hosting import Case, Found, measure
 from bench.report import COUNT, SECONDS, Check, at_least, at_most, command, finish, parser, show, spread
 from bench.runs import end_with_parent
 from ebrl.sim.fake import ScriptedEnv

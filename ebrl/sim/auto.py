@@ -20,7 +20,7 @@ from ebrl.core.errors import CallTimeout, ConfigError, HostDied
 from ebrl.core.records import EnvSpec, Place
 from ebrl.core.runtime import Runtime
 from ebrl.core.scope import finish
-from ebrl.sim.comparison import CLOSE_S, Comparison, Processes, Threads, TrialFailedError, compare, blamed_on
+from ebrl.sim.comparison import CLOSE_S, Comparison, Processes, Threads, TrialFailedError, blamed_on, compare
 from ebrl.sim.link import make_order
 from ebrl.sim.placement import take_now
 
