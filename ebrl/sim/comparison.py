@@ -36,6 +36,9 @@ MOST_S: Final = 4.0
 NUM_ROUNDS: Final = 3  # that this is done in
 LIMIT_S: Final = 600.0  # for what is tried at a time, such as building; then it hangs
 CLOSE_S: Final = 5.0
+DECISION_S: Final = (
+    1.5e-4  # that a run computes for one, beside simulators: in its loop, a small policy and its learner
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,7 @@ def _players(specs: Sequence[EnvSpec], place: Place, machine: Machine, name: str
         name=name,
         sample_every=1,
     )
-    return Players(specs, hosts, monotonic)
+    return Players(specs, hosts, monotonic, decision_s=DECISION_S)
 
 
 async def _play(players: Players, seconds: float, alone: bool) -> Played:

@@ -1,10 +1,11 @@
-"""`Players`: simulators that act at random, each as fast as it can; for measurements."""
+"""`Players`: simulators that act at random and do nothing else; for measurements."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from time import thread_time
 from typing import Any, Final, TypeVar
 
 from ebrl.core.errors import SimulatorError
@@ -59,12 +60,15 @@ class Player:
         over: Whether a reset must come next.
     """
 
-    def __init__(self, spec: EnvSpec, host: SimHost, slot: Slot, seed: int, index: int) -> None:
+    def __init__(
+        self, spec: EnvSpec, host: SimHost, slot: Slot, seed: int, index: int, decision_s: float = 0.0
+    ) -> None:
         self.over = True
         self.host = host
         self._slot = slot
         self._seed = seed
         self._index = index
+        self._decision_s = decision_s
         self._actions = random_actions(spec, seed + index)
         self._loop = asyncio.get_running_loop()
         self._num_episodes = 0
@@ -78,7 +82,8 @@ class Player:
         self.over = False
 
     async def step(self) -> StepResult:
-        """Do one step of the running episode."""
+        """Decide, and do one step of the running episode."""
+        _compute(self._decision_s)
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._slot.step(future, next(self._actions))
         result = await self._answer(future, "step")
@@ -121,7 +126,13 @@ class Players:
     """
 
     def __init__(
-        self, specs: Sequence[EnvSpec], hosts: Sequence[SimHost], clock: Callable[[], float], seed: int = 0
+        self,
+        specs: Sequence[EnvSpec],
+        hosts: Sequence[SimHost],
+        clock: Callable[[], float],
+        seed: int = 0,
+        *,
+        decision_s: float = 0.0,
     ) -> None:
         """Describe them.
 
@@ -130,12 +141,14 @@ class Players:
             hosts: From `ebrl.sim.placement.make_hosts`, of the same simulators, not started.
             clock: In seconds.
             seed: Of episodes and actions.
+            decision_s: Processor time that is spent on the loop before each step, as a run does for a decision.
         """
         self.each: list[Player] = []
         self._specs = specs
         self._hosts = hosts
         self._clock = clock
         self._seed = seed
+        self._decision_s = decision_s
 
     async def open(self) -> None:
         """Build all of them, and let each do what takes longer the first time.
@@ -148,7 +161,7 @@ class Players:
         num = len(self._hosts)
         for i, spec in enumerate(self._specs):
             host = self._hosts[i % num]
-            self.each.append(Player(spec, host, host.slots[i // num], self._seed, i))
+            self.each.append(Player(spec, host, host.slots[i // num], self._seed, i, self._decision_s))
         await _all(player.warm_up() for player in self.each)
 
     async def play(self, seconds: float, *, num: int | None = None, anew: bool = False) -> SimulationProbe:
@@ -177,6 +190,13 @@ class Players:
     async def aclose(self, deadline_s: float) -> None:
         """Close all of them, whatever they do; never hangs."""
         await asyncio.gather(*(host.aclose(deadline_s) for host in self._hosts))
+
+
+def _compute(seconds: float) -> None:
+    """Take so much processor time; in Python, and so with the interpreter lock."""
+    until_s = thread_time() + seconds
+    while seconds and thread_time() < until_s:
+        pass
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
