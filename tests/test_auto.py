@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ebrl.core.machine import LocalMachine
 from ebrl.core.records import ArraySpec, EnvSpec, Host, Place
 from ebrl.core.run import run
 from ebrl.core.runtime import Runtime
+from ebrl.core.testing import settle
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
@@ -43,8 +45,7 @@ GIVEN = Choice("thread", "a test says so")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try for a short time, remember nothing, and be content with what a busy machine measures."""
-    monkeypatch.setattr(auto, "_known", {})
+    """Try for a short time, and be content with what a busy machine measures."""
     monkeypatch.setattr(comparison, "ALONE_S", 0.05)
     monkeypatch.setattr(comparison, "LEAST_S", 0.1)
     monkeypatch.setattr(auto, "AHEAD", 1.5)
@@ -160,8 +161,7 @@ def test_what_needs_no_trial(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
         (20, 8, 3, 0, 3),
         (20, 1, None, 0, 2),
         (20, 8, None, 120, 4),
-        (20, 8, None, 600, 1),
-        (20, 8, None, 5000, 1),
+        (20, 8, None, 500, 1),
     ],
 )
 def test_as_many_are_tried_as_can_work_at_once(
@@ -172,7 +172,7 @@ def test_as_many_are_tried_as_can_work_at_once(
     async def take(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Choice:
         tried.append(len(specs))
         held = runtime.resources.pool("memory").units - runtime.resources.pool("memory").free
-        assert held == min(1000, 2 * num * memory_mib)
+        assert held == 2 * num * memory_mib
         return GIVEN
 
     monkeypatch.setattr(auto, "_try", take)
@@ -182,17 +182,122 @@ def test_as_many_are_tried_as_can_work_at_once(
     assert tried == [num]
 
 
-def test_every_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+@pytest.mark.parametrize(("held", "num"), [(0, 4), (100, 4), (400, 3), (800, 1), (801, 0)])
+def test_a_trial_has_the_memory_that_is_left(
+    held: int, num: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
 
     async def take(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Choice:
-        tried.append(specs[-1].task)
+        tried.append(len(specs))
         return GIVEN
 
+    async def begin() -> Choice:
+        machine = LocalMachine(4)
+        machine.memory_mib = 1000
+        async with Runtime(machine) as rt:
+            memory = rt.resources.pool("memory")
+            with await memory.acquire(held, "a group that keeps it") if held else nullcontext():
+                found = await choose(rt, [replace(scripted_spec(), memory_mib=100)] * 4, name="envs")
+                assert memory.free == 1000 - held
+        return found
+
     monkeypatch.setattr(auto, "_try", take)
-    for task in ("a", "b", "a"):
-        assert chosen([scripted_spec(task="first"), scripted_spec(task=task)]) == GIVEN
-    assert tried == ["a", "b"]
+    found = run(begin())
+    assert tried == [num] * bool(num)
+    if num:
+        assert found == GIVEN
+    else:
+        assert found == Choice("process", "199 MiB of memory are free, too few for a trial")
+        assert caplog.messages == [f"envs: simulators run in {found}"]
+
+
+def test_a_trial_does_not_wait_behind_whoever_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "_try", pytest.fail)
+
+    async def begin() -> Choice:
+        machine = LocalMachine(4)
+        machine.memory_mib = 1000
+        async with Runtime(machine) as rt:
+            memory = rt.resources.pool("memory")
+            with await memory.acquire(500, "a group that keeps it"):
+                waiting = asyncio.ensure_future(memory.acquire(600, "a group that waits for it"))
+                await asyncio.sleep(0)
+                found = await choose(rt, [replace(scripted_spec(), memory_mib=100)] * 2, name="envs")
+                assert memory.statistics().waiting == ("a group that waits for it",)
+            (await waiting).release()
+        return found
+
+    assert run(begin()) == Choice("process", "500 MiB of memory are free, too few for a trial")
+
+
+class Trials:
+    """Stands in for trials: notes what is tried, and goes on when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tried: list[tuple[str, ...]] = []
+        self.proceed = asyncio.Event()
+        monkeypatch.setattr(auto, "_try", self._try)
+
+    async def _try(self, runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Choice:
+        self.tried.append(tuple(spec.task for spec in specs))
+        await self.proceed.wait()
+        return GIVEN
+
+
+A, B, C = (scripted_spec(task=task) for task in "abc")
+
+
+def test_every_kind_is_tried_once_in_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[list[EnvSpec]] = [[A, B], [A, C], [A, B], [B, A, A, B, A], [replace(B, host="process"), A]]
+
+    async def begin(trials: Trials) -> None:
+        for _ in range(2):
+            async with Runtime(LocalMachine(3)) as rt:
+                for specs in groups:
+                    assert await choose(rt, specs, name="envs") == GIVEN
+
+    trials = Trials(monkeypatch)
+    trials.proceed.set()
+    run(begin(trials))
+    assert trials.tried == [("a", "b"), ("a", "c")] * 2
+
+
+def test_groups_that_begin_together_share_a_trial_and_others_wait_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def begin(trials: Trials) -> None:
+        async with Runtime(LocalMachine(2)) as rt:
+            groups = ([A] * 2, [A] * 16, [B] * 2, [A] * 3)
+            choices = [rt.spawn(choose(rt, specs, name="envs"), f"choose-{i}") for i, specs in enumerate(groups)]
+            await settle()
+            assert trials.tried == [("a", "a")]
+            trials.proceed.set()
+            assert await asyncio.gather(*choices) == [GIVEN] * 4
+
+    trials = Trials(monkeypatch)
+    run_virtual(begin(trials))  # in which it is known when everybody waits
+    assert trials.tried == [("a", "a"), ("b", "b")]
+
+
+@pytest.mark.parametrize("turns", [0, 1])  # until the second is cancelled too: while it waits, and where it is next
+def test_a_trial_that_is_cancelled_is_made_by_the_next_group(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def begin(trials: Trials) -> None:
+        async with Runtime(LocalMachine(2)) as rt:
+            choices = [asyncio.ensure_future(choose(rt, [A] * 2, name="envs")) for _ in range(3)]
+            await settle()
+            choices[0].cancel()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            assert choices[0].done() == bool(turns)
+            choices[1].cancel()
+            await settle()
+            assert trials.tried == [("a", "a")] * 2
+            trials.proceed.set()
+            assert await choices[2] == GIVEN
+            assert [choice.cancelled() for choice in choices] == [True, True, False]
+
+    trials = Trials(monkeypatch)
+    run_virtual(begin(trials))  # in which it is known when everybody waits
+    assert len(trials.tried) == 2
 
 
 @pytest.mark.parametrize(
@@ -343,7 +448,6 @@ def test_what_cannot_be_built_anywhere_ends_the_run() -> None:
     (error,) = leaves(caught.value)
     assert isinstance(error, ConfigError)
     assert str(error) == "pictures need a display"
-    assert auto._known == {}
 
 
 @pytest.mark.slow
