@@ -13,6 +13,7 @@ from bench.hosted import own_memory_mib
 from bench.troupe import Troupe
 from ebrl.core.errors import ConfigError
 from ebrl.core.lateness import Lateness
+from ebrl.core.machine import LocalMachine
 from ebrl.core.records import EnvSpec, Place
 from ebrl.core.run import run
 from ebrl.core.runtime import Runtime
@@ -77,12 +78,15 @@ def measure(case: Case, seconds: float, repeats: int, seed: int) -> Found | str:
         seed: Of episodes and actions.
 
     Returns:
-        Why it is left out, if it cannot be built here.
+        Why it is left out, if it cannot be built here, or not often enough.
     """
     try:
         spec = env_spec(case.env, horizon=case.horizon, **case.options)
     except ConfigError as error:
         return str(error)
+    num, memory_mib = sum(num for _, num in RATES.values()), LocalMachine().memory_mib
+    if num * spec.memory_mib > memory_mib:
+        return f"{num} simulators of {spec.memory_mib} MiB do not fit into {memory_mib} MiB"
     return run(_measure(spec, seconds, repeats, seed))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 
 import torch
@@ -67,6 +66,7 @@ class Troupe:
             place: Where simulators run, each in a thread or a process of its own.
             num: How many.
         """
+        self._clock = runtime.clock
         self._turn = asyncio.Event()
         self._rest = asyncio.Event()
         self._num_waiting = 0
@@ -95,7 +95,7 @@ class Troupe:
         """
         await self._rest.wait()
         self._played.clear()
-        began_s = time.perf_counter()
+        began_s = self._clock()
         self._turn.set()
         await asyncio.sleep(seconds)
         self._turn.clear()
@@ -116,7 +116,7 @@ class Troupe:
             obs = out.obs
             num_steps += out.num_steps
         before, _ = self._played.get(env.index, (0, 0.0))
-        self._played[env.index] = before + num_steps, time.perf_counter()
+        self._played[env.index] = before + num_steps, self._clock()
 
 
 async def _train(trainer: Trainer) -> None:
