@@ -25,15 +25,14 @@ from ebrl.core.machine import LocalMachine
 from ebrl.core.records import ArraySpec, EnvSpec, Host, Place
 from ebrl.core.run import run
 from ebrl.core.runtime import Runtime
-from ebrl.core.testing import settle
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
-from ebrl.sim import auto, comparison
+from ebrl.sim import auto, comparison, players
 from ebrl.sim.adapters import Wanted
 from ebrl.sim.auto import AHEAD, LATE_S, LATER, Choice, choose, decide
-from ebrl.sim.comparison import Comparison, Crowd, Measured, Played, Processes, Threads, compare, draws
+from ebrl.sim.comparison import DECISION_S, Comparison, Crowd, Measured, Played, Processes, Threads, compare, draws
 from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup
 from tests.helpers import leaves, make_spec, scripted_spec, training
@@ -231,75 +230,6 @@ def test_a_trial_does_not_wait_behind_whoever_waits_for_memory(monkeypatch: pyte
     assert run(begin()) == Choice("process", "500 MiB of memory are free, too few for a trial")
 
 
-class Trials:
-    """Stands in for trials: notes what is tried, and goes on when told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tried: list[tuple[str, ...]] = []
-        self.proceed = asyncio.Event()
-        monkeypatch.setattr(auto, "_try", self._try)
-
-    async def _try(self, runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Choice:
-        self.tried.append(tuple(spec.task for spec in specs))
-        await self.proceed.wait()
-        return GIVEN
-
-
-A, B, C = (scripted_spec(task=task) for task in "abc")
-
-
-def test_every_kind_is_tried_once_in_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: list[list[EnvSpec]] = [[A, B], [A, C], [A, B], [B, A, A, B, A], [replace(B, host="process"), A]]
-
-    async def begin(trials: Trials) -> None:
-        for _ in range(2):
-            async with Runtime(LocalMachine(3)) as rt:
-                for specs in groups:
-                    assert await choose(rt, specs, name="envs") == GIVEN
-
-    trials = Trials(monkeypatch)
-    trials.proceed.set()
-    run(begin(trials))
-    assert trials.tried == [("a", "b"), ("a", "c")] * 2
-
-
-def test_groups_that_begin_together_share_a_trial_and_others_wait_for_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def begin(trials: Trials) -> None:
-        async with Runtime(LocalMachine(2)) as rt:
-            groups = ([A] * 2, [A] * 16, [B] * 2, [A] * 3)
-            choices = [rt.spawn(choose(rt, specs, name="envs"), f"choose-{i}") for i, specs in enumerate(groups)]
-            await settle()
-            assert trials.tried == [("a", "a")]
-            trials.proceed.set()
-            assert await asyncio.gather(*choices) == [GIVEN] * 4
-
-    trials = Trials(monkeypatch)
-    run_virtual(begin(trials))  # in which it is known when everybody waits
-    assert trials.tried == [("a", "a"), ("b", "b")]
-
-
-@pytest.mark.parametrize("turns", [0, 1])  # until the second is cancelled too: while it waits, and where it is next
-def test_a_trial_that_is_cancelled_is_made_by_the_next_group(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def begin(trials: Trials) -> None:
-        async with Runtime(LocalMachine(2)) as rt:
-            choices = [asyncio.ensure_future(choose(rt, [A] * 2, name="envs")) for _ in range(3)]
-            await settle()
-            choices[0].cancel()
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            assert choices[0].done() == bool(turns)
-            choices[1].cancel()
-            await settle()
-            assert trials.tried == [("a", "a")] * 2
-            trials.proceed.set()
-            assert await choices[2] == GIVEN
-            assert [choice.cancelled() for choice in choices] == [True, True, False]
-
-    trials = Trials(monkeypatch)
-    run_virtual(begin(trials))  # in which it is known when everybody waits
-    assert len(trials.tried) == 2
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs", "gl", "crashes"),
     [
@@ -476,6 +406,25 @@ def test_a_run_that_ends_in_a_trial_ends_soon(place: Any, when: str, monkeypatch
         return time.monotonic() - ended_s
 
     assert run(begin()) < 2.0
+
+
+def test_the_loop_of_a_trial_computes_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed_s = [0.0]
+
+    def tick() -> float:
+        computed_s[0] += DECISION_S / 8
+        return computed_s[0]
+
+    monkeypatch.setattr(players, "thread_time", tick)
+    crowd, interval_s = Crowd([scripted_spec(length=10**6)]), sys.getswitchinterval()
+    try:
+        crowd.open()
+        computed_s[0] = 0.0
+        played = crowd.play(0.01, False)
+    finally:
+        crowd.close()
+        sys.setswitchinterval(interval_s)
+    assert 1.0 <= computed_s[0] / (DECISION_S * played.num_steps) <= 1.3
 
 
 def test_a_crowd_that_was_never_opened_is_closed() -> None:
