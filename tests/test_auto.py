@@ -29,7 +29,7 @@ from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
-from ebrl.sim import auto, comparison, players
+from ebrl.sim import auto, comparison
 from ebrl.sim.adapters import Wanted
 from ebrl.sim.auto import AHEAD, LATE_S, LATER, Choice, choose, decide
 from ebrl.sim.comparison import DECISION_S, Comparison, Crowd, Measured, Played, Processes, Threads, compare, draws
@@ -408,14 +408,14 @@ def test_a_run_that_ends_in_a_trial_ends_soon(place: Any, when: str, monkeypatch
     assert run(begin()) < 2.0
 
 
-def test_the_loop_of_a_trial_computes_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_every_step_of_a_trial_something_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     computed_s = [0.0]
 
     def tick() -> float:
         computed_s[0] += DECISION_S / 8
         return computed_s[0]
 
-    monkeypatch.setattr(players, "thread_time", tick)
+    monkeypatch.setattr(comparison, "thread_time", tick)
     crowd, interval_s = Crowd([scripted_spec(length=10**6)]), sys.getswitchinterval()
     try:
         crowd.open()

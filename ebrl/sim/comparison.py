@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import methodcaller
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any, Final, TypeVar
 
 from ebrl.core.errors import CallTimeout
@@ -36,9 +36,7 @@ MOST_S: Final = 4.0
 NUM_ROUNDS: Final = 3  # that this is done in
 LIMIT_S: Final = 600.0  # for what is tried at a time, such as building; then it hangs
 CLOSE_S: Final = 5.0
-DECISION_S: Final = (
-    1.5e-4  # that a run computes for one, beside simulators: in its loop, a small policy and its learner
-)
+DECISION_S: Final = 1.5e-4  # of a processor, that a small policy, its learner and the loop of a run take for a decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +149,51 @@ class Played:
     lag_s: float
 
 
+class Rehearsal:
+    """Simulators that play beside what a run computes, in a thread of its own, for each of their steps.
+
+    Beside an idle loop, those that hold the interpreter lock would look better in threads than they are.
+    """
+
+    def __init__(self, specs: Sequence[EnvSpec], place: Place, machine: Machine, name: str) -> None:
+        hosts = make_hosts(
+            specs,
+            host=place,
+            lanes=len(specs),
+            machine=machine,
+            pool=Pool("trial", len(specs)),  # what it costs to ask for a core is part of a step
+            name=name,
+            sample_every=1,
+        )
+        self._machine = machine
+        self._policy = policy = machine.lane("gen", f"{name}-policy")
+        self._players = Players(specs, hosts, monotonic, decide=lambda: policy.run(_compute, DECISION_S))
+
+    async def open(self) -> None:
+        """Build them."""
+        await self._players.open()
+
+    async def play(self, seconds: float, alone: bool) -> Played:
+        """Let all of them play, or one alone."""
+        with Lateness() as late:
+            found = await self._players.play(seconds, num=1 if alone else None, anew=alone)
+        step_s = sum(found.steps_s) / len(found.steps_s)
+        reset_s = sum(found.resets_s) / max(1, len(found.resets_s))
+        return Played(found.num_steps, found.elapsed_s, step_s, reset_s, late.quantile(0.99))
+
+    async def aclose(self, patience_s: float) -> None:
+        """Close them, whatever they do."""
+        await self._players.aclose(patience_s)
+        await self._machine.aclose([self._policy], deadline_s=patience_s)
+
+
+def _compute(seconds: float) -> None:
+    """Take so much time of a processor; in Python, and so with the interpreter lock."""
+    until_s = thread_time() + seconds
+    while thread_time() < until_s:
+        pass
+
+
 class Processes:
     """Simulators in a process each."""
 
@@ -158,19 +201,19 @@ class Processes:
 
     def __init__(self, specs: Sequence[EnvSpec], machine: Machine, name: str) -> None:
         self.specs = specs
-        self._players = _players(specs, self.place, machine, name)
+        self._rehearsal = Rehearsal(specs, self.place, machine, name)
 
     async def open(self) -> None:
         """Build them."""
-        await self._players.open()
+        await self._rehearsal.open()
 
     async def play(self, seconds: float, *, alone: bool = False) -> Played:
         """Let them play, all or one of them alone, which then begins with a reset."""
-        return await _play(self._players, seconds, alone)
+        return await self._rehearsal.play(seconds, alone)
 
     async def aclose(self, patience_s: float) -> None:
         """Close them, whatever they do."""
-        await self._players.aclose(patience_s)
+        await self._rehearsal.aclose(patience_s)
 
 
 class Threads:
@@ -209,50 +252,29 @@ class Crowd:
     def __init__(self, specs: Sequence[EnvSpec]) -> None:
         """Begin; nothing is built yet, since whoever calls this holds the lock for it."""
         self._specs = specs
-        self._players: Players | None = None
+        self._rehearsal: Rehearsal | None = None
         self._runner = asyncio.Runner(loop_factory=loop_factory())
 
     def open(self) -> None:
         """Build them."""
 
         async def build() -> None:
-            self._players = _players(self._specs, "thread", LocalMachine(), "trial")
-            await self._players.open()
+            self._rehearsal = Rehearsal(self._specs, "thread", LocalMachine(), "trial")
+            await self._rehearsal.open()
 
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))  # as in a run
         self._runner.run(build())
 
     def play(self, seconds: float, alone: bool) -> Played:
         """See `Processes.play`."""
-        assert self._players is not None
-        return self._runner.run(_play(self._players, seconds, alone))
+        assert self._rehearsal is not None
+        return self._runner.run(self._rehearsal.play(seconds, alone))
 
     def close(self) -> None:
         """Close them."""
         with self._runner as runner:
-            if self._players is not None:
-                runner.run(self._players.aclose(CLOSE_S))
-
-
-def _players(specs: Sequence[EnvSpec], place: Place, machine: Machine, name: str) -> Players:
-    hosts = make_hosts(
-        specs,
-        host=place,
-        lanes=len(specs),
-        machine=machine,
-        pool=Pool("trial", len(specs)),  # what it costs to ask for a core is part of a step
-        name=name,
-        sample_every=1,
-    )
-    return Players(specs, hosts, monotonic, decision_s=DECISION_S)
-
-
-async def _play(players: Players, seconds: float, alone: bool) -> Played:
-    with Lateness() as late:
-        found = await players.play(seconds, num=1 if alone else None, anew=alone)
-    step_s = sum(found.steps_s) / len(found.steps_s)
-    reset_s = sum(found.resets_s) / max(1, len(found.resets_s))
-    return Played(found.num_steps, found.elapsed_s, step_s, reset_s, late.quantile(0.99))
+            if self._rehearsal is not None:
+                runner.run(self._rehearsal.aclose(CLOSE_S))
 
 
 def draws(spec: EnvSpec) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from time import thread_time
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from ebrl.core.errors import SimulatorError
 from ebrl.core.records import EnvSpec, StepResult
@@ -19,6 +18,7 @@ WARM_UP_STEPS: Final = 3  # of each, or to the end of its first episode; what is
 SLOWEST_CALL_S: Final = 120.0  # after which a call is given up
 
 T = TypeVar("T")
+Decide: TypeAlias = Callable[[], Awaitable[object]]
 
 
 @dataclass(slots=True)
@@ -61,14 +61,14 @@ class Player:
     """
 
     def __init__(
-        self, spec: EnvSpec, host: SimHost, slot: Slot, seed: int, index: int, decision_s: float = 0.0
+        self, spec: EnvSpec, host: SimHost, slot: Slot, seed: int, index: int, decide: Decide | None = None
     ) -> None:
         self.over = True
         self.host = host
         self._slot = slot
         self._seed = seed
         self._index = index
-        self._decision_s = decision_s
+        self._decide = decide
         self._actions = random_actions(spec, seed + index)
         self._loop = asyncio.get_running_loop()
         self._num_episodes = 0
@@ -82,8 +82,9 @@ class Player:
         self.over = False
 
     async def step(self) -> StepResult:
-        """Decide, and do one step of the running episode."""
-        _compute(self._decision_s)
+        """Do one step of the running episode."""
+        if self._decide is not None:
+            await self._decide()
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._slot.step(future, next(self._actions))
         result = await self._answer(future, "step")
@@ -132,7 +133,7 @@ class Players:
         clock: Callable[[], float],
         seed: int = 0,
         *,
-        decision_s: float = 0.0,
+        decide: Decide | None = None,
     ) -> None:
         """Describe them.
 
@@ -141,14 +142,14 @@ class Players:
             hosts: From `ebrl.sim.placement.make_hosts`, of the same simulators, not started.
             clock: In seconds.
             seed: Of episodes and actions.
-            decision_s: Processor time that is spent on the loop before each step, as a run does for a decision.
+            decide: Awaited before each step, as a run awaits the answer of its policy.
         """
         self.each: list[Player] = []
         self._specs = specs
         self._hosts = hosts
         self._clock = clock
         self._seed = seed
-        self._decision_s = decision_s
+        self._decide = decide
 
     async def open(self) -> None:
         """Build all of them, and let each do what takes longer the first time.
@@ -161,7 +162,7 @@ class Players:
         num = len(self._hosts)
         for i, spec in enumerate(self._specs):
             host = self._hosts[i % num]
-            self.each.append(Player(spec, host, host.slots[i // num], self._seed, i, self._decision_s))
+            self.each.append(Player(spec, host, host.slots[i // num], self._seed, i, self._decide))
         await _all(player.warm_up() for player in self.each)
 
     async def play(self, seconds: float, *, num: int | None = None, anew: bool = False) -> SimulationProbe:
@@ -190,13 +191,6 @@ class Players:
     async def aclose(self, deadline_s: float) -> None:
         """Close all of them, whatever they do; never hangs."""
         await asyncio.gather(*(host.aclose(deadline_s) for host in self._hosts))
-
-
-def _compute(seconds: float) -> None:
-    """Take so much processor time; in Python, and so with the interpreter lock."""
-    until_s = thread_time() + seconds
-    while seconds and thread_time() < until_s:
-        pass
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
