@@ -86,20 +86,37 @@ class TrialFailedError(Exception):
 async def compare(threads: Threads, processes: Processes) -> Comparison:
     """Let them play in turn, so that whatever else this computer does is shared."""
     tried: tuple[Threads | Processes, ...] = (threads, processes)
-    alone = {each.place: await blamed_on(each.place, each.play(ALONE_S, alone=True)) for each in tried}
+    alone = {each.place: await blamed_on(each.place, each.play(ALONE_S, alone=True, anew=True)) for each in tried}
     slowest_s = max(one.step_s for one in alone.values())
     episode_s = max(one.step_s * (threads.specs[0].horizon or 0) + one.reset_s for one in alone.values())
     seconds = min(max(LEAST_S, LEAST_STEPS * slowest_s, episode_s), MOST_S)
     played: dict[Place, list[Played]] = {"thread": [], "process": []}
     for number in range(NUM_ROUNDS):
         for each in tried if number % 2 else tried[::-1]:
-            played[each.place].append(await blamed_on(each.place, each.play(seconds / NUM_ROUNDS)))
-    in_threads, in_processes = (Measured(_per_s(played[each.place]), alone[each.place].lag_s) for each in tried)
-    return Comparison(len(threads.specs), in_threads, in_processes, any(map(draws, threads.specs)))
+            trying = each.play(seconds / NUM_ROUNDS, anew=number == 0)
+            played[each.place].append(await blamed_on(each.place, trying))
+    num, horizon = len(threads.specs), threads.specs[0].horizon
+    in_threads, in_processes = (
+        Measured(per_s(played[each.place], num, horizon), alone[each.place].lag_s) for each in tried
+    )
+    return Comparison(num, in_threads, in_processes, any(map(draws, threads.specs)))
 
 
-def _per_s(played: Sequence[Played]) -> float:
-    return sum(each.num_steps for each in played) / sum(each.elapsed_s for each in played)
+def per_s(played: Sequence[Played], num: int, horizon: int | None) -> float:
+    """Return the steps per second of some simulators over whole episodes, of which a trial sees a part.
+
+    Args:
+        played: All of it; at first each simulator was reset.
+        num: Simulators at once.
+        horizon: Steps of an episode, unless it ends before; None: as many as there were.
+    """
+    num_steps, num_resets = sum(each.num_steps for each in played), sum(each.num_resets for each in played)
+    reset_s = sum(each.reset_s * each.num_resets for each in played) / num_resets
+    step_s = (num * sum(each.elapsed_s for each in played) - num_resets * reset_s) / num_steps
+    num_ended, length = num_resets - num, float(horizon or num_steps)
+    if num_ended:
+        length = min(length, num_steps / num_ended)
+    return num * length / (length * step_s + reset_s)
 
 
 async def blamed_on(place: Place, trying: Awaitable[T]) -> T:
@@ -136,6 +153,7 @@ class Played:
 
     Attributes:
         num_steps: Of all of them.
+        num_resets: Of all of them.
         elapsed_s: So long.
         step_s: Seconds of a step where it ran.
         reset_s: Likewise of a reset; 0 where there was none.
@@ -143,6 +161,7 @@ class Played:
     """
 
     num_steps: int
+    num_resets: int
     elapsed_s: float
     step_s: float
     reset_s: float
@@ -173,13 +192,13 @@ class Rehearsal:
         """Build them."""
         await self._players.open()
 
-    async def play(self, seconds: float, alone: bool) -> Played:
-        """Let all of them play, or one alone."""
+    async def play(self, seconds: float, alone: bool, anew: bool) -> Played:
+        """See `Processes.play`."""
         with Lateness() as late:
-            found = await self._players.play(seconds, num=1 if alone else None, anew=alone)
+            found = await self._players.play(seconds, num=1 if alone else None, anew=anew)
         step_s = sum(found.steps_s) / len(found.steps_s)
         reset_s = sum(found.resets_s) / max(1, len(found.resets_s))
-        return Played(found.num_steps, found.elapsed_s, step_s, reset_s, late.quantile(0.99))
+        return Played(found.num_steps, found.num_resets, found.elapsed_s, step_s, reset_s, late.quantile(0.99))
 
     async def aclose(self, patience_s: float) -> None:
         """Close them, whatever they do."""
@@ -207,9 +226,9 @@ class Processes:
         """Build them."""
         await self._rehearsal.open()
 
-    async def play(self, seconds: float, *, alone: bool = False) -> Played:
-        """Let them play, all or one of them alone, which then begins with a reset."""
-        return await self._rehearsal.play(seconds, alone)
+    async def play(self, seconds: float, *, alone: bool = False, anew: bool = False) -> Played:
+        """Let them play, all or one of them alone, where they have stopped or from a reset on."""
+        return await self._rehearsal.play(seconds, alone, anew)
 
     async def aclose(self, patience_s: float) -> None:
         """Close them, whatever they do."""
@@ -231,9 +250,9 @@ class Threads:
         await self._host.open()
         await self._call(methodcaller("open"))
 
-    async def play(self, seconds: float, *, alone: bool = False) -> Played:
+    async def play(self, seconds: float, *, alone: bool = False, anew: bool = False) -> Played:
         """See `Processes.play`."""
-        played: Played = await self._call(methodcaller("play", seconds, alone))
+        played: Played = await self._call(methodcaller("play", seconds, alone, anew))
         return played
 
     async def aclose(self, patience_s: float) -> None:
@@ -265,10 +284,10 @@ class Crowd:
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))  # as in a run
         self._runner.run(build())
 
-    def play(self, seconds: float, alone: bool) -> Played:
+    def play(self, seconds: float, alone: bool, anew: bool) -> Played:
         """See `Processes.play`."""
         assert self._rehearsal is not None
-        return self._runner.run(self._rehearsal.play(seconds, alone))
+        return self._runner.run(self._rehearsal.play(seconds, alone, anew))
 
     def close(self) -> None:
         """Close them."""
