@@ -121,7 +121,7 @@ def tell(name: str, found: Found) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument(
-        "--seconds", type=SECONDS, default=3.0, help="of each measurement, or longer, to the end of an episode"
+        "--seconds", type=SECONDS, default=2.5, help="of each measurement, or longer, to the end of an episode"
     )
     made.add_argument("--repeats", type=COUNT, default=5, help="of each rate, in turn")
     made.add_argument("--only", choices=list(CASES), help="one simulator")
