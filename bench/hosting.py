@@ -1,4 +1,4 @@
-"""One simulator in threads and in processes, for `bench.sims`. Imported by the processes of hosts, and so light."""
+"""One simulator in threads and in processes, for `bench.sims`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from bench.hosted import own_memory_mib
+from bench.troupe import Troupe
 from ebrl.core.errors import ConfigError
 from ebrl.core.lateness import Lateness
+from ebrl.core.machine import LocalMachine
 from ebrl.core.records import EnvSpec, Place
 from ebrl.core.run import run
 from ebrl.core.runtime import Runtime
-from ebrl.core.scope import finish
+from ebrl.core.scope import Scope, finish
 from ebrl.sim.auto import Choice, choose
-from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.hosts import SimHost
 from ebrl.sim.placement import make_hosts
 from ebrl.sim.players import Player, Players
 from ebrl.sim.spec import env_spec
 
-BURN_S = 0.001
 CLOSE_S = 20.0
 RATES: Mapping[str, tuple[Place, int]] = {
     "1 thread": ("thread", 1),
@@ -31,16 +31,7 @@ RATES: Mapping[str, tuple[Place, int]] = {
     "2 processes": ("process", 2),
 }
 """What is compared: a place, and how many simulators work there at once."""
-
-
-class Burning(ScriptedEnv):
-    """Each step is a millisecond of Python that never lets go of the interpreter by itself."""
-
-    def step(self, action: Any) -> Any:
-        until_s = time.perf_counter() + BURN_S
-        while time.perf_counter() < until_s:
-            pass
-        return super().step(action)
+PLACES: tuple[Place, ...] = ("thread", "process")
 
 
 @dataclass(frozen=True)
@@ -87,49 +78,54 @@ def measure(case: Case, seconds: float, repeats: int, seed: int) -> Found | str:
         seed: Of episodes and actions.
 
     Returns:
-        Why it is left out, if it cannot be built here.
+        Why it is left out, if it cannot be built here, or not often enough.
     """
     try:
         spec = env_spec(case.env, horizon=case.horizon, **case.options)
     except ConfigError as error:
         return str(error)
+    num, memory_mib = sum(num for _, num in RATES.values()), LocalMachine().memory_mib
+    if num * spec.memory_mib > memory_mib:
+        return f"{num} simulators of {spec.memory_mib} MiB do not fit into {memory_mib} MiB"
     return run(_measure(spec, seconds, repeats, seed))
 
 
 async def _measure(spec: EnvSpec, seconds: float, repeats: int, seed: int) -> Found:
-    rates: dict[str, list[float]] = {name: [] for name in RATES}
     async with Runtime(seed=seed, tune=False) as rt:
         choice = await choose(rt, [spec, spec], name="sims")
-        async with _hosted(rt, spec, "process", 1, 1) as (_, alone), _hosted(rt, spec, "process", 2, 1) as (_, pair):
-            process_mib, pair_mib = [await _memory_mib(hosts[0]) for hosts in (alone, pair)]
-        async with _hosted(rt, spec, "thread", 2, 2) as (threads, _), _hosted(rt, spec, "process", 2, 2) as (others, _):
-            players: Mapping[Place, Players] = {"thread": threads, "process": others}
-            names = list(RATES)
-            for repeat in range(repeats):
-                for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-                    place, num = RATES[name]
-                    rates[name].append((await players[place].play(seconds, num=num)).steps_per_s)
-            lags_ms = {place: await _lags_ms(each.each[0], seconds) for place, each in players.items()}
-    return Found(rates, lags_ms, process_mib, pair_mib - process_mib, choice)
+        async with _hosted(rt, spec, "process", 1) as alone, _hosted(rt, spec, "process", 2) as pair:
+            process_mib, pair_mib = [await _memory_mib(players.each[0].host) for players in (alone, pair)]
+        lags_ms: dict[Place, Mapping[str, tuple[float, float]]] = {}
+        for place in PLACES:
+            async with _hosted(rt, spec, place, 1) as players:
+                lags_ms[place] = await _lags_ms(players.each[0], seconds)
+    return Found(await _rates(spec, seconds, repeats, seed), lags_ms, process_mib, pair_mib - process_mib, choice)
+
+
+async def _rates(spec: EnvSpec, seconds: float, repeats: int, seed: int) -> dict[str, list[float]]:
+    """Let all play in turn, so that whatever else this computer does is shared; the first round is thrown away."""
+    rates: dict[str, list[float]] = {name: [] for name in RATES}
+    async with Runtime(seed=seed, tune=False) as rt, Scope() as scope:
+        troupes = {name: Troupe(rt, scope, spec, place, num) for name, (place, num) in RATES.items()}
+        for troupe in troupes.values():
+            await troupe.play(0.0)
+        names = list(RATES)
+        for repeat in range(repeats):
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                rates[name].append(await troupes[name].play(seconds))
+    return rates
 
 
 @asynccontextmanager
-async def _hosted(
-    rt: Runtime, spec: EnvSpec, place: Place, num: int, lanes: int
-) -> AsyncIterator[tuple[Players, list[SimHost]]]:
+async def _hosted(rt: Runtime, spec: EnvSpec, place: Place, num: int) -> AsyncIterator[Players]:
+    """Simulators in one thread or one process."""
     specs = [spec] * num
-    hosts = make_hosts(
-        specs,
-        host=place,
-        lanes=lanes,
-        machine=rt.machine,
-        pool=rt.claim("sim"),
-        name=f"{num}-in-{lanes}-{place}",
-    )
+    name = f"{num}-in-{place}"
+    hosts = make_hosts(specs, host=place, lanes=1, machine=rt.machine, pool=rt.claim("sim"), name=name)
     players = Players(specs, hosts, rt.clock, rt.seed)
     try:
         await players.open()
-        yield players, hosts
+        yield players
     finally:
         await finish(players.aclose(CLOSE_S), "close")
 
@@ -151,11 +147,5 @@ async def _lags_ms(player: Player, seconds: float) -> dict[str, tuple[float, flo
 async def _memory_mib(host: SimHost) -> float:
     """Return what the process of a host has for itself, and its part of what it shares."""
     future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    host.slots[0].call(future, _own_memory_mib)
+    host.slots[0].call(future, own_memory_mib)
     return await future
-
-
-def _own_memory_mib(env: object) -> float:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    (kib,) = [int(line.split()[1]) for line in lines if line.startswith("Pss:")]
-    return kib / 1024

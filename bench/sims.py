@@ -4,11 +4,13 @@ Hypothesis: what runs faster, two threads or two processes, differs from simulat
 second tells which: the place that `auto` chooses does at least 0.9 of the steps of the better one. And whoever burns
 Python in a process does not hold up the loop: beside it, 99 % of what is due comes within 5 ms.
 
-Each simulator is measured in a process of its own: steps per second of one thread, two threads and two processes,
-resets included, in turn; how late the loop is beside one simulator that steps and that resets, in a thread and in a
-process; and the memory of a process with one and with two of them. Episodes are short, so that resets have their share
-in every repetition. Simulators that are not installed are left out and named; ``make test-sims`` makes an environment
-with all of them. Not for machines without ``/proc``.
+Each simulator is measured in a process of its own. Steps per second of one thread, two threads and two processes are
+those of groups as users have them, with a generator whose policy costs little and a trainer whose learner computes as
+much as that of a small policy; so they are not measured as in the trial of `auto`. They take turns, in which they play
+whole episodes; episodes are short, so that resets have their share in every repetition. How late the loop is, is
+measured where it has nothing to do, beside one simulator that steps and that resets, in a thread and in a process; and
+memory, of a process with one and with two of them. Simulators that are not installed are left out and named;
+``make test-sims`` makes an environment with all of them. Not for machines without ``/proc``.
 
     python -m bench.sims --json
     python -m bench.sims --only LIBERO
@@ -24,7 +26,8 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from bench.hosting import Burning, Case, Found, measure
+from bench.hosted import Burning
+from bench.hosting import Case, Found, measure
 from bench.report import COUNT, SECONDS, Check, at_least, at_most, command, finish, parser, show, spread
 from bench.runs import end_with_parent
 from ebrl.sim.fake import ScriptedEnv
@@ -117,7 +120,9 @@ def tell(name: str, found: Found) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--seconds", type=SECONDS, default=4.0, help="of each measurement")
+    made.add_argument(
+        "--seconds", type=SECONDS, default=2.5, help="of each measurement, or longer, to the end of an episode"
+    )
     made.add_argument("--repeats", type=COUNT, default=5, help="of each rate, in turn")
     made.add_argument("--only", choices=list(CASES), help="one simulator")
     return made.parse_args()

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,18 @@ from ebrl.gen.generator import Generator
 from ebrl.sim import auto, comparison
 from ebrl.sim.adapters import Wanted
 from ebrl.sim.auto import AHEAD, LATE_S, LATER, Choice, choose, decide
-from ebrl.sim.comparison import Comparison, Crowd, Measured, Played, Processes, Threads, compare, draws
+from ebrl.sim.comparison import (
+    DECISION_S,
+    Comparison,
+    Crowd,
+    Measured,
+    Played,
+    Processes,
+    Threads,
+    compare,
+    draws,
+    per_s,
+)
 from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup
 from tests.helpers import leaves, make_spec, scripted_spec, training
@@ -43,8 +55,7 @@ GIVEN = Choice("thread", "a test says so")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try for a short time, remember nothing, and be content with what a busy machine measures."""
-    monkeypatch.setattr(auto, "_known", {})
+    """Try for a short time, and be content with what a busy machine measures."""
     monkeypatch.setattr(comparison, "ALONE_S", 0.05)
     monkeypatch.setattr(comparison, "LEAST_S", 0.1)
     monkeypatch.setattr(auto, "AHEAD", 1.5)
@@ -160,8 +171,7 @@ def test_what_needs_no_trial(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
         (20, 8, 3, 0, 3),
         (20, 1, None, 0, 2),
         (20, 8, None, 120, 4),
-        (20, 8, None, 600, 1),
-        (20, 8, None, 5000, 1),
+        (20, 8, None, 500, 1),
     ],
 )
 def test_as_many_are_tried_as_can_work_at_once(
@@ -172,7 +182,7 @@ def test_as_many_are_tried_as_can_work_at_once(
     async def take(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Choice:
         tried.append(len(specs))
         held = runtime.resources.pool("memory").units - runtime.resources.pool("memory").free
-        assert held == min(1000, 2 * num * memory_mib)
+        assert held == 2 * num * memory_mib
         return GIVEN
 
     monkeypatch.setattr(auto, "_try", take)
@@ -182,17 +192,53 @@ def test_as_many_are_tried_as_can_work_at_once(
     assert tried == [num]
 
 
-def test_every_kind_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+@pytest.mark.parametrize(("held", "num"), [(0, 4), (100, 4), (400, 3), (800, 1), (801, 0)])
+def test_a_trial_has_the_memory_that_is_left(
+    held: int, num: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
 
     async def take(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Choice:
-        tried.append(specs[-1].task)
+        tried.append(len(specs))
         return GIVEN
 
+    async def begin() -> Choice:
+        machine = LocalMachine(4)
+        machine.memory_mib = 1000
+        async with Runtime(machine) as rt:
+            memory = rt.resources.pool("memory")
+            with await memory.acquire(held, "a group that keeps it") if held else nullcontext():
+                found = await choose(rt, [replace(scripted_spec(), memory_mib=100)] * 4, name="envs")
+                assert memory.free == 1000 - held
+        return found
+
     monkeypatch.setattr(auto, "_try", take)
-    for task in ("a", "b", "a"):
-        assert chosen([scripted_spec(task="first"), scripted_spec(task=task)]) == GIVEN
-    assert tried == ["a", "b"]
+    found = run(begin())
+    assert tried == [num] * bool(num)
+    if num:
+        assert found == GIVEN
+    else:
+        assert found == Choice("process", "199 MiB of memory are free, too few for a trial")
+        assert caplog.messages == [f"envs: simulators run in {found}"]
+
+
+def test_a_trial_does_not_wait_behind_whoever_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "_try", pytest.fail)
+
+    async def begin() -> Choice:
+        machine = LocalMachine(4)
+        machine.memory_mib = 1000
+        async with Runtime(machine) as rt:
+            memory = rt.resources.pool("memory")
+            with await memory.acquire(500, "a group that keeps it"):
+                waiting = asyncio.ensure_future(memory.acquire(600, "a group that waits for it"))
+                await asyncio.sleep(0)
+                found = await choose(rt, [replace(scripted_spec(), memory_mib=100)] * 2, name="envs")
+                assert memory.statistics().waiting == ("a group that waits for it",)
+            (await waiting).release()
+        return found
+
+    assert run(begin()) == Choice("process", "500 MiB of memory are free, too few for a trial")
 
 
 @pytest.mark.parametrize(
@@ -230,12 +276,12 @@ class Scripted:
     specs: Sequence[EnvSpec]
     step_s: float
     reset_s: float
-    asked: list[tuple[Place, float]]
+    asked: list[tuple[Place, float, bool]]
 
-    async def play(self, seconds: float, *, alone: bool = False) -> Played:
-        self.asked.append((self.place, round(seconds, 6)))
+    async def play(self, seconds: float, *, alone: bool = False, anew: bool = False) -> Played:
+        self.asked.append((self.place, round(seconds, 6), anew))
         num = 1 if alone else 10 * len(self.asked)
-        return Played(num, 2.0, self.step_s, self.reset_s, 0.25 if alone else 9.0)
+        return Played(num, 2 * anew, 2.0, self.step_s, self.reset_s, 0.25 if alone else 9.0)
 
 
 @pytest.mark.parametrize(
@@ -251,18 +297,42 @@ def test_all_play_by_turns_for_as_long_as_they_need(
     horizon: int | None, step_s: float, reset_s: float, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparison, "LEAST_S", 0.6)
-    specs, asked = [scripted_spec(horizon=horizon)] * 2, list[tuple[Place, float]]()
+    specs, asked = [scripted_spec(horizon=horizon)] * 2, list[tuple[Place, float, bool]]()
     places: list[Any] = [
         Scripted("thread", specs, step_s, reset_s, asked),
         Scripted("process", specs, step_s / 2, reset_s, asked),
     ]
     found = asyncio.run(compare(*places))
-    assert asked[:2] == [("thread", 0.05), ("process", 0.05)]
+    assert asked[:2] == [("thread", 0.05, True), ("process", 0.05, True)]
     turns = ["process", "thread", "thread", "process", "process", "thread"]
-    assert [place for place, _ in asked[2:]] == turns
-    assert [each for _, each in asked[2:]] == [pytest.approx(seconds / 3, abs=1e-5)] * 6
-    threads, processes = (sum(10 * (i + 3) for i in range(6) if turns[i] == place) / 6 for place in KINDS)
-    assert found == Comparison(2, Measured(threads, 0.25), Measured(processes, 0.25))
+    assert [place for place, _, _ in asked[2:]] == turns
+    assert [each for _, each, _ in asked[2:]] == [pytest.approx(seconds / 3, abs=1e-5)] * 6
+    assert [anew for _, _, anew in asked[2:]] == [True] * 2 + [False] * 4
+    threads, processes = (sum(10 * (i + 3) for i in range(6) if turns[i] == place) for place in KINDS)
+    played = Played(threads, 2, 6.0, 0.0, reset_s, 0.0), Played(processes, 2, 6.0, 0.0, reset_s, 0.0)
+    rates = [pytest.approx(per_s([each], 2, horizon)) for each in played]
+    assert [found.threads.steps_per_s, found.processes.steps_per_s] == rates
+    assert (found.num, found.threads.lag_s, found.processes.lag_s) == (2, 0.25, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("num", "num_steps", "num_resets", "elapsed_s", "horizon", "rate"),
+    [
+        (1, 50, 1, 1.0, 100, 100 / 1.5),  # half of an episode
+        (1, 100, 1, 1.5, 100, 100 / 1.5),
+        (1, 150, 2, 2.5, 100, 100 / 1.5),
+        (2, 100, 2, 1.0, 100, 200 / 1.5),
+        (2, 250, 6, 2.75, 500, 2 * 62.5 / (0.625 + 0.5)),  # they end before the horizon
+        (2, 250, 6, 2.75, None, 2 * 62.5 / (0.625 + 0.5)),
+        (1, 50, 1, 1.0, None, 50.0),
+    ],
+)
+def test_the_rate_is_that_of_whole_episodes(
+    num: int, num_steps: int, num_resets: int, elapsed_s: float, horizon: int | None, rate: float
+) -> None:
+    first = Played(num_steps - 10, num, elapsed_s - 0.1, 0.01, 0.5, 0.0)  # a step takes 10 ms
+    further = Played(10, num_resets - num, 0.1, 0.01, 0.5, 0.0)
+    assert per_s([first, further], num, horizon) == pytest.approx(rate)
 
 
 def test_cores_are_held_while_simulators_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +413,6 @@ def test_what_cannot_be_built_anywhere_ends_the_run() -> None:
     (error,) = leaves(caught.value)
     assert isinstance(error, ConfigError)
     assert str(error) == "pictures need a display"
-    assert auto._known == {}
 
 
 @pytest.mark.slow
@@ -374,6 +443,25 @@ def test_a_run_that_ends_in_a_trial_ends_soon(place: Any, when: str, monkeypatch
     assert run(begin()) < 2.0
 
 
+def test_for_every_step_of_a_trial_something_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed_s = [0.0]
+
+    def tick() -> float:
+        computed_s[0] += DECISION_S / 8
+        return computed_s[0]
+
+    monkeypatch.setattr(comparison, "thread_time", tick)
+    crowd, interval_s = Crowd([scripted_spec(length=10**6)]), sys.getswitchinterval()
+    try:
+        crowd.open()
+        computed_s[0] = 0.0
+        played = crowd.play(0.01, False, False)
+    finally:
+        crowd.close()
+        sys.setswitchinterval(interval_s)
+    assert 1.0 <= computed_s[0] / (DECISION_S * played.num_steps) <= 1.3
+
+
 def test_a_crowd_that_was_never_opened_is_closed() -> None:
     Crowd([scripted_spec()]).close()
 
@@ -382,7 +470,7 @@ def test_one_that_plays_alone_begins_with_a_reset() -> None:
     crowd, interval_s = Crowd([scripted_spec(length=10**6)] * 2), sys.getswitchinterval()
     try:
         crowd.open()
-        both, alone = crowd.play(1e-9, False), crowd.play(1e-9, True)
+        both, alone = crowd.play(1e-9, False, False), crowd.play(1e-9, True, True)
     finally:
         crowd.close()
         sys.setswitchinterval(interval_s)

@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 
 from ebrl.core.errors import IN_CHILD, UNGUARDED, Closed, ConfigError, amount, whole
 from ebrl.core.events import EventLog
+from ebrl.core.findings import Findings
 from ebrl.core.machine import LocalMachine
 from ebrl.core.pools import Pool, ResourceManager
 from ebrl.core.profile_file import SavedProfiles, load
@@ -56,6 +57,7 @@ class Runtime:
     Attributes:
         clock: Loop time, to the microsecond: that of uvloop counts milliseconds, and whole batches may take less.
         events: The log that is written, if there is one.
+        findings: What services have found out, and need not find out again.
         before_failing: What is saved, by name, before the run ends since simulators have failed too often.
     """
 
@@ -101,6 +103,7 @@ class Runtime:
         self.deterministic = deterministic
         self.trace = trace
         self.events = EventLog(Path(record)) if record is not None else None
+        self.findings = Findings()
         self.before_failing: dict[str, Callable[[], Awaitable[object]]] = {}
         self.clock: Callable[[], float] = time.monotonic
         clock = self.clock if self.machine.real else None  # that of a model's loop is not known yet: pools look for it

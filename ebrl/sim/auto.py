@@ -1,4 +1,4 @@
-"""``host="auto"``: where simulators run is found out by letting them run, once for each kind of simulator and process.
+"""``host="auto"``: where simulators run is found out by letting them run, once for each kind of simulator and runtime.
 
 As many as can work at once do so for about a second each, in threads and in processes of their own by turns, and where
 they do more steps is right. Where that is about the same, threads are: they need less memory, nothing pickled and no
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ebrl.core.errors import CallTimeout, ConfigError, HostDied
-from ebrl.core.pools import Pool
 from ebrl.core.records import EnvSpec, Place
 from ebrl.core.runtime import Runtime
 from ebrl.core.scope import finish
-from ebrl.sim.comparison import CLOSE_S, Comparison, Processes, Threads, TrialFailedError, compare, heed
+from ebrl.sim.comparison import CLOSE_S, Comparison, Processes, Threads, TrialFailedError, blamed_on, compare
 from ebrl.sim.link import make_order
+from ebrl.sim.placement import take_now
 
 logger = logging.getLogger("ebrl")
 
@@ -49,10 +49,6 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{'threads' if self.host == 'thread' else 'processes'}, since {self.reason}"
-
-
-_known: dict[bytes, Choice] = {}
-"""Of this process, by the pickled specs that were tried."""
 
 
 def decide(found: Comparison) -> Choice:
@@ -88,7 +84,8 @@ def decide(found: Comparison) -> Choice:
 async def choose(runtime: Runtime, specs: Sequence[EnvSpec], *, lanes: int | None = None, name: str) -> Choice:
     """Find out where simulators are to run, and say so in the log.
 
-    That takes some seconds and builds a few simulators in other processes, unless the same ones were tried before.
+    That takes some seconds and builds a few simulators in other processes, unless the same ones were tried before in
+    this runtime, for whatever group. Groups of others wait for their trial until this one is over.
 
     Args:
         runtime: An open one. Its other simulators wait while these are measured.
@@ -111,26 +108,32 @@ async def _choose(runtime: Runtime, specs: Sequence[EnvSpec], lanes: int | None,
     crashing = next((spec.id for spec in specs if spec.crashes), None)
     if crashing is not None:
         return Choice("process", f"{crashing} is known to crash")
-    tried = _some(runtime, specs, lanes)
+    different = {id(spec): replace(spec, host="auto") for spec in specs}.values()
     try:
-        key = make_order(tried).specs
+        key = frozenset(make_order([spec]).specs for spec in different)
     except ConfigError as error:
         return Choice("thread", str(error))
-    if key not in _known:
-        logger.info("%s: trying %d simulators in threads and in processes", name, len(tried))
-        wanted = 2 * sum(spec.memory_mib for spec in tried)
-        async with _lent(runtime.resources.pool("memory"), wanted, f"{name}-auto"):
-            _known[key] = await _try(runtime, tried, f"{name}-auto")
-    return _known[key]
+    return await runtime.findings.get((choose, key), lambda: _tried(runtime, specs, lanes, name))
 
 
-def _some(runtime: Runtime, specs: Sequence[EnvSpec], lanes: int | None) -> list[EnvSpec]:
-    """Return those that can work at once, and that fit into memory twice."""
+async def _tried(runtime: Runtime, specs: Sequence[EnvSpec], lanes: int | None, name: str) -> Choice:
+    """Try those that can work at once, as far as there is memory to build them twice. What groups hold, they keep."""
     num = max(LEAST_NUM, min(len(specs), runtime.machine.num_cores, lanes or len(specs)))
-    memory_mib = max(spec.memory_mib for spec in specs)
-    if memory_mib:
-        num = max(1, min(num, runtime.resources.pool("memory").units // (2 * memory_mib)))
-    return [specs[i % len(specs)] for i in range(num)]
+    some = [specs[i % len(specs)] for i in range(num)]
+    memory = runtime.resources.pool("memory")
+    while some and 2 * _memory_mib(some) > memory.free:
+        some.pop()
+    wanted = 2 * _memory_mib(some)
+    lease = take_now(memory, wanted, f"{name}-auto") if wanted else None
+    if not some or (wanted and lease is None):
+        return Choice("process", f"{memory.free} MiB of memory are free, too few for a trial")
+    logger.info("%s: trying %d simulators in threads and in processes", name, len(some))
+    with lease or nullcontext():
+        return await _try(runtime, some, f"{name}-auto")
+
+
+def _memory_mib(specs: Sequence[EnvSpec]) -> int:
+    return sum(spec.memory_mib for spec in specs)
 
 
 async def _try(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Choice:
@@ -138,8 +141,9 @@ async def _try(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Choice:
     patience_s = KILL_S
     try:
         for each in tried:
-            await heed(each.place, each.open())
-        async with _lent(runtime.resources.pool("cores"), len(specs), name):
+            await blamed_on(each.place, each.open())
+        cores = runtime.resources.pool("cores")
+        with await cores.acquire(min(len(specs), cores.units), name):
             choice = decide(await compare(*tried))
         patience_s = CLOSE_S
     except TrialFailedError as failed:
@@ -159,15 +163,6 @@ def _without(place: Place, error: Exception) -> Choice:
 
 async def _close(tried: Sequence[Threads | Processes], patience_s: float) -> None:
     await asyncio.gather(*(each.aclose(patience_s) for each in tried))
-
-
-@asynccontextmanager
-async def _lent(pool: Pool, units: int, who: str) -> AsyncIterator[None]:
-    if not units:
-        yield
-        return
-    with await pool.acquire(min(units, pool.units), who):
-        yield
 
 
 def _number(value: float) -> str:

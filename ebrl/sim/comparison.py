@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import methodcaller
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any, Final, TypeVar
 
 from ebrl.core.errors import CallTimeout
@@ -36,6 +36,7 @@ MOST_S: Final = 4.0
 NUM_ROUNDS: Final = 3  # that this is done in
 LIMIT_S: Final = 600.0  # for what is tried at a time, such as building; then it hangs
 CLOSE_S: Final = 5.0
+DECISION_S: Final = 1.5e-4  # of a processor, that a small policy, its learner and the loop of a run take for a decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +86,48 @@ class TrialFailedError(Exception):
 async def compare(threads: Threads, processes: Processes) -> Comparison:
     """Let them play in turn, so that whatever else this computer does is shared."""
     tried: tuple[Threads | Processes, ...] = (threads, processes)
-    alone = {each.place: await heed(each.place, each.play(ALONE_S, alone=True)) for each in tried}
+    alone = {each.place: await blamed_on(each.place, each.play(ALONE_S, alone=True, anew=True)) for each in tried}
     slowest_s = max(one.step_s for one in alone.values())
     episode_s = max(one.step_s * (threads.specs[0].horizon or 0) + one.reset_s for one in alone.values())
     seconds = min(max(LEAST_S, LEAST_STEPS * slowest_s, episode_s), MOST_S)
     played: dict[Place, list[Played]] = {"thread": [], "process": []}
     for number in range(NUM_ROUNDS):
         for each in tried if number % 2 else tried[::-1]:
-            played[each.place].append(await heed(each.place, each.play(seconds / NUM_ROUNDS)))
-    in_threads, in_processes = (Measured(_per_s(played[each.place]), alone[each.place].lag_s) for each in tried)
-    return Comparison(len(threads.specs), in_threads, in_processes, any(map(draws, threads.specs)))
+            trying = each.play(seconds / NUM_ROUNDS, anew=number == 0)
+            played[each.place].append(await blamed_on(each.place, trying))
+    num, horizon = len(threads.specs), threads.specs[0].horizon
+    in_threads, in_processes = (
+        Measured(per_s(played[each.place], num, horizon), alone[each.place].lag_s) for each in tried
+    )
+    return Comparison(num, in_threads, in_processes, any(map(draws, threads.specs)))
 
 
-def _per_s(played: Sequence[Played]) -> float:
-    return sum(each.num_steps for each in played) / sum(each.elapsed_s for each in played)
+def per_s(played: Sequence[Played], num: int, horizon: int | None) -> float:
+    """Return the steps per second of some simulators over whole episodes, of which a trial sees a part.
+
+    Args:
+        played: All of it; at first each simulator was reset.
+        num: Simulators at once.
+        horizon: Steps of an episode, unless it ends before; None: as many as there were.
+    """
+    num_steps, num_resets = sum(each.num_steps for each in played), sum(each.num_resets for each in played)
+    reset_s = sum(each.reset_s * each.num_resets for each in played) / num_resets
+    step_s = (num * sum(each.elapsed_s for each in played) - num_resets * reset_s) / num_steps
+    num_ended, length = num_resets - num, float(horizon or num_steps)
+    if num_ended:
+        length = min(length, num_steps / num_ended)
+    return num * length / (length * step_s + reset_s)
 
 
-async def heed(place: Place, trying: Awaitable[T]) -> T:
-    """Return what came of it.
+async def blamed_on(place: Place, trying: Awaitable[T]) -> T:
+    """Return what came of a trial.
+
+    Args:
+        place: Where simulators play in it.
+        trying: The trial.
 
     Raises:
-        TrialFailedError: A simulator failed; what is no fault of one is raised as it is.
+        TrialFailedError: A simulator failed there; what is no fault of one is raised as it is.
     """
     (found,) = await asyncio.gather(_limited(trying), return_exceptions=True)
     if not isinstance(found, BaseException):
@@ -131,6 +153,7 @@ class Played:
 
     Attributes:
         num_steps: Of all of them.
+        num_resets: Of all of them.
         elapsed_s: So long.
         step_s: Seconds of a step where it ran.
         reset_s: Likewise of a reset; 0 where there was none.
@@ -138,10 +161,56 @@ class Played:
     """
 
     num_steps: int
+    num_resets: int
     elapsed_s: float
     step_s: float
     reset_s: float
     lag_s: float
+
+
+class Rehearsal:
+    """Simulators that play beside what a run computes, in a thread of its own, for each of their steps.
+
+    Beside an idle loop, those that hold the interpreter lock would look better in threads than they are.
+    """
+
+    def __init__(self, specs: Sequence[EnvSpec], place: Place, machine: Machine, name: str) -> None:
+        hosts = make_hosts(
+            specs,
+            host=place,
+            lanes=len(specs),
+            machine=machine,
+            pool=Pool("trial", len(specs)),  # what it costs to ask for a core is part of a step
+            name=name,
+            sample_every=1,
+        )
+        self._machine = machine
+        self._policy = policy = machine.lane("gen", f"{name}-policy")
+        self._players = Players(specs, hosts, monotonic, decide=lambda: policy.run(_compute, DECISION_S))
+
+    async def open(self) -> None:
+        """Build them."""
+        await self._players.open()
+
+    async def play(self, seconds: float, alone: bool, anew: bool) -> Played:
+        """See `Processes.play`."""
+        with Lateness() as late:
+            found = await self._players.play(seconds, num=1 if alone else None, anew=anew)
+        step_s = sum(found.steps_s) / len(found.steps_s)
+        reset_s = sum(found.resets_s) / max(1, len(found.resets_s))
+        return Played(found.num_steps, found.num_resets, found.elapsed_s, step_s, reset_s, late.quantile(0.99))
+
+    async def aclose(self, patience_s: float) -> None:
+        """Close them, whatever they do."""
+        await self._players.aclose(patience_s)
+        await self._machine.aclose([self._policy], deadline_s=patience_s)
+
+
+def _compute(seconds: float) -> None:
+    """Take so much time of a processor; in Python, and so with the interpreter lock."""
+    until_s = thread_time() + seconds
+    while thread_time() < until_s:
+        pass
 
 
 class Processes:
@@ -151,19 +220,19 @@ class Processes:
 
     def __init__(self, specs: Sequence[EnvSpec], machine: Machine, name: str) -> None:
         self.specs = specs
-        self._players = _players(specs, self.place, machine, name)
+        self._rehearsal = Rehearsal(specs, self.place, machine, name)
 
     async def open(self) -> None:
         """Build them."""
-        await self._players.open()
+        await self._rehearsal.open()
 
-    async def play(self, seconds: float, *, alone: bool = False) -> Played:
-        """Let them play, all or one of them alone, which then begins with a reset."""
-        return await _play(self._players, seconds, alone)
+    async def play(self, seconds: float, *, alone: bool = False, anew: bool = False) -> Played:
+        """Let them play, all or one of them alone, where they have stopped or from a reset on."""
+        return await self._rehearsal.play(seconds, alone, anew)
 
     async def aclose(self, patience_s: float) -> None:
         """Close them, whatever they do."""
-        await self._players.aclose(patience_s)
+        await self._rehearsal.aclose(patience_s)
 
 
 class Threads:
@@ -181,9 +250,9 @@ class Threads:
         await self._host.open()
         await self._call(methodcaller("open"))
 
-    async def play(self, seconds: float, *, alone: bool = False) -> Played:
+    async def play(self, seconds: float, *, alone: bool = False, anew: bool = False) -> Played:
         """See `Processes.play`."""
-        played: Played = await self._call(methodcaller("play", seconds, alone))
+        played: Played = await self._call(methodcaller("play", seconds, alone, anew))
         return played
 
     async def aclose(self, patience_s: float) -> None:
@@ -202,50 +271,29 @@ class Crowd:
     def __init__(self, specs: Sequence[EnvSpec]) -> None:
         """Begin; nothing is built yet, since whoever calls this holds the lock for it."""
         self._specs = specs
-        self._players: Players | None = None
+        self._rehearsal: Rehearsal | None = None
         self._runner = asyncio.Runner(loop_factory=loop_factory())
 
     def open(self) -> None:
         """Build them."""
 
         async def build() -> None:
-            self._players = _players(self._specs, "thread", LocalMachine(), "trial")
-            await self._players.open()
+            self._rehearsal = Rehearsal(self._specs, "thread", LocalMachine(), "trial")
+            await self._rehearsal.open()
 
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))  # as in a run
         self._runner.run(build())
 
-    def play(self, seconds: float, alone: bool) -> Played:
+    def play(self, seconds: float, alone: bool, anew: bool) -> Played:
         """See `Processes.play`."""
-        assert self._players is not None
-        return self._runner.run(_play(self._players, seconds, alone))
+        assert self._rehearsal is not None
+        return self._runner.run(self._rehearsal.play(seconds, alone, anew))
 
     def close(self) -> None:
         """Close them."""
         with self._runner as runner:
-            if self._players is not None:
-                runner.run(self._players.aclose(CLOSE_S))
-
-
-def _players(specs: Sequence[EnvSpec], place: Place, machine: Machine, name: str) -> Players:
-    hosts = make_hosts(
-        specs,
-        host=place,
-        lanes=len(specs),
-        machine=machine,
-        pool=Pool("trial", len(specs)),  # what it costs to ask for a core is part of a step
-        name=name,
-        sample_every=1,
-    )
-    return Players(specs, hosts, monotonic)
-
-
-async def _play(players: Players, seconds: float, alone: bool) -> Played:
-    with Lateness() as late:
-        found = await players.play(seconds, num=1 if alone else None, anew=alone)
-    step_s = sum(found.steps_s) / len(found.steps_s)
-    reset_s = sum(found.resets_s) / max(1, len(found.resets_s))
-    return Played(found.num_steps, found.elapsed_s, step_s, reset_s, late.quantile(0.99))
+            if self._rehearsal is not None:
+                runner.run(self._rehearsal.aclose(CLOSE_S))
 
 
 def draws(spec: EnvSpec) -> bool:

@@ -92,14 +92,22 @@ def take_spare_memory(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> 
     Returns:
         How many those are, and their memory.
     """
-    pool, leases = runtime.resources.pool("memory"), list[Lease]()
+    pool = runtime.resources.pool("memory")
+    lease = None
     sums = [0, *accumulate(spec.memory_mib for spec in specs)]
     num = sum(total <= pool.free for total in sums[1:])
     if sums[num]:
-        ticket = pool.request(sums[num], leases.append, name)
-        if not leases:  # somebody waits, whose turn it is before
-            ticket.cancel()
-            num = 0
+        lease = take_now(pool, sums[num], name)
+        num = num if lease is not None else 0
     if num < len(specs):
         logger.warning("%s: memory for %d of %d spare simulators", name, num, len(specs))
-    return num, leases[0] if leases else None
+    return num, lease
+
+
+def take_now(pool: Lender, units: int, who: str) -> Lease | None:
+    """Take units that are free; None: they are not, or somebody waits whose turn it is before."""
+    leases: list[Lease] = []
+    ticket = pool.request(units, leases.append, who)
+    if not leases:
+        ticket.cancel()
+    return leases[0] if leases else None

@@ -1,11 +1,11 @@
-"""`Players`: simulators that act at random, each as fast as it can; for measurements."""
+"""`Players`: simulators that act at random and do nothing else; for measurements."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from ebrl.core.errors import SimulatorError
 from ebrl.core.records import EnvSpec, StepResult
@@ -18,6 +18,7 @@ WARM_UP_STEPS: Final = 3  # of each, or to the end of its first episode; what is
 SLOWEST_CALL_S: Final = 120.0  # after which a call is given up
 
 T = TypeVar("T")
+Decide: TypeAlias = Callable[[], Awaitable[object]]
 
 
 @dataclass(slots=True)
@@ -59,12 +60,15 @@ class Player:
         over: Whether a reset must come next.
     """
 
-    def __init__(self, spec: EnvSpec, host: SimHost, slot: Slot, seed: int, index: int) -> None:
+    def __init__(
+        self, spec: EnvSpec, host: SimHost, slot: Slot, seed: int, index: int, decide: Decide | None = None
+    ) -> None:
         self.over = True
         self.host = host
         self._slot = slot
         self._seed = seed
         self._index = index
+        self._decide = decide
         self._actions = random_actions(spec, seed + index)
         self._loop = asyncio.get_running_loop()
         self._num_episodes = 0
@@ -79,6 +83,8 @@ class Player:
 
     async def step(self) -> StepResult:
         """Do one step of the running episode."""
+        if self._decide is not None:
+            await self._decide()
         future: asyncio.Future[StepResult] = self._loop.create_future()
         self._slot.step(future, next(self._actions))
         result = await self._answer(future, "step")
@@ -121,7 +127,13 @@ class Players:
     """
 
     def __init__(
-        self, specs: Sequence[EnvSpec], hosts: Sequence[SimHost], clock: Callable[[], float], seed: int = 0
+        self,
+        specs: Sequence[EnvSpec],
+        hosts: Sequence[SimHost],
+        clock: Callable[[], float],
+        seed: int = 0,
+        *,
+        decide: Decide | None = None,
     ) -> None:
         """Describe them.
 
@@ -130,12 +142,14 @@ class Players:
             hosts: From `ebrl.sim.placement.make_hosts`, of the same simulators, not started.
             clock: In seconds.
             seed: Of episodes and actions.
+            decide: Awaited before each step, as a run awaits the answer of its policy.
         """
         self.each: list[Player] = []
         self._specs = specs
         self._hosts = hosts
         self._clock = clock
         self._seed = seed
+        self._decide = decide
 
     async def open(self) -> None:
         """Build all of them, and let each do what takes longer the first time.
@@ -148,7 +162,7 @@ class Players:
         num = len(self._hosts)
         for i, spec in enumerate(self._specs):
             host = self._hosts[i % num]
-            self.each.append(Player(spec, host, host.slots[i // num], self._seed, i))
+            self.each.append(Player(spec, host, host.slots[i // num], self._seed, i, self._decide))
         await _all(player.warm_up() for player in self.each)
 
     async def play(self, seconds: float, *, num: int | None = None, anew: bool = False) -> SimulationProbe:
