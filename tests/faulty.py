@@ -128,3 +128,19 @@ class Slow(ScriptedEnv):
 
 def seeded_length(rng: np.random.Generator) -> int:
     return int(rng.integers(3, 12))
+
+
+class Told(ScriptedEnv):
+    """Tells of success what it was given, step by step; not its own."""
+
+    def __init__(self, name: str, *flags: Any) -> None:
+        super().__init__(3, 2, length=len(flags) + 1)
+        self.name, self.flags = name, flags
+
+    def reset(self, **options: Any) -> Any:
+        self.left = list(self.flags)
+        return super().reset(**options)[0], {}
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {self.name: self.left.pop(0)} if self.left else {}

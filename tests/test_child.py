@@ -102,6 +102,17 @@ def test_a_function_of_the_script_may_be_called_with_a_simulator_of_the_library(
     assert "nudged ScriptedEnv" in outcome(str(script), cwd=tmp_path)
 
 
+def test_what_a_script_defines_under_its_guard_is_nowhere_in_a_process(tmp_path: Path) -> None:
+    guarded = 'if __name__ == "__main__":\n    ' + MINE.replace("\n    ", "\n        ")
+    start = 'if __name__ == "__main__": asyncio.run(main())'
+    script = script_in(tmp_path, "script.py", definition=guarded, make="Mine", start=start)
+    last = outcome(str(script), cwd=tmp_path).strip().splitlines()[-1]
+    assert last.startswith("ebrl.core.errors.ConfigError: host: its process cannot find what it needs (Can't get")
+    assert last.endswith(
+        'define it at the top of a module, outside of if __name__ == "__main__", or pass host="thread"'
+    )
+
+
 @pytest.mark.parametrize(
     ("definition", "make", "what"),
     [(NUDGE, "ScriptedEnv", r"call(<function nudge"), (MINE + NUDGE, "Mine", "make=<class '__main__.Mine'>")],

@@ -126,6 +126,18 @@ def test_a_second_sigterm_leaves_what_closes_because_of_the_first_alone() -> Non
     assert len(turns) == 100
 
 
+def test_a_second_sigterm_ends_what_blocks_the_loop() -> None:
+    async def main() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        assert asyncio.current_task() is not None, "still here, since the loop has not come round"
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("not here")
+
+    with pytest.raises(KeyboardInterrupt):
+        ebrl.run(main())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 @pytest.mark.slow
 def test_a_child_ends_with_a_parent_that_is_killed_whatever_it_does() -> None:
     """It holds its interpreter lock for ever, so that no thread of its own can look after the parent."""

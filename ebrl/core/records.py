@@ -97,7 +97,7 @@ class StepResult:
         rewards: ``[n]`` one reward per executed step.
         terminated: The task ended the episode: nothing follows.
         truncated: The horizon ended the episode: bootstrap from `obs`.
-        info: ``info`` of the last executed step.
+        info: ``info`` of the last executed step; ``success`` and ``is_success`` are true if they were so in any.
     """
 
     obs: Observation

@@ -15,7 +15,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end, on uvloop where it is installed (a fifth to two thirds less loop time), else on asyncio.
 
     The first Ctrl-C, or a first SIGTERM for which nobody has a handler, cancels `main`, so that everything in it closes
-    in order; then `KeyboardInterrupt` is raised.
+    in order; then `KeyboardInterrupt` is raised. Where something blocks the loop, so that the first cannot be heeded, a
+    second of the same kind raises it there and then.
 
     Args:
         main: The program.
@@ -35,18 +36,27 @@ async def _heeding_sigterm(main: Coroutine[Any, Any, T], terminated: list[bool])
     assert task is not None
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
+    asked = False
+
     def end() -> None:
-        if not terminated:  # a second one would cancel what closes because of the first
-            terminated.append(True)
-            task.cancel()
+        terminated.append(True)
+        task.cancel()
+
+    def heed(*_: Any) -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            loop.call_soon_threadsafe(end)
+        elif not terminated:  # something blocks the loop; later ones leave alone what closes because of the first
+            raise KeyboardInterrupt
 
     if ours:
-        loop.add_signal_handler(signal.SIGTERM, end)
+        signal.signal(signal.SIGTERM, heed)
     try:
         return await main
     finally:
         if ours:
-            loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

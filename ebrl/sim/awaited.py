@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from ebrl.core.errors import ConfigError, SimulatorError
 from ebrl.core.records import Array, EnvSpec, Host, Observation, StepResult
-from ebrl.sim.simulator import Border
+from ebrl.sim.border import Border
 
 T = TypeVar("T")
 

@@ -23,8 +23,9 @@ from typing import Any, Final
 
 from ebrl.core.errors import IN_CHILD, SimulatorError
 from ebrl.core.records import EnvSpec, StepResult
+from ebrl.sim.border import SCALARS
 from ebrl.sim.shm import BUILD, CALL, CLOSE, CONTROL, FRAME, HEADER, PLAIN, RESET, STEP, Rows, frame, frame_end
-from ebrl.sim.simulator import SCALARS, Simulator
+from ebrl.sim.simulator import Simulator
 
 FLUSH_S: Final = 5e-5
 """An answer waits this long for company: steps of microseconds leave together, others at once."""

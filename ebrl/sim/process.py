@@ -18,6 +18,7 @@ from ebrl.core.lanes import Mailbox
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Machine
 from ebrl.core.records import Array, EnvSpec, Observation, StepResult
+from ebrl.sim.border import SUCCESS, ActionReader
 from ebrl.sim.child import unpack
 from ebrl.sim.failures import Phase
 from ebrl.sim.hosts import Reset, Running, Slot, open_all
@@ -38,7 +39,6 @@ from ebrl.sim.shm import (
     frame_end,
     size_of,
 )
-from ebrl.sim.simulator import ActionReader
 from ebrl.sim.times import CallTimes
 
 logger = logging.getLogger("ebrl")
@@ -308,7 +308,10 @@ class ProcessHost:
         if error is None:
             complete(self._ready, None, None)
         elif self._given_up is None and self._link is not None:
-            if not isinstance(error, EbrlError):
+            if isinstance(error, AttributeError | ImportError):  # of pickle; it would be so again and again
+                out = 'at the top of a module, outside of if __name__ == "__main__", or pass host="thread"'
+                error = ConfigError(f"{self.name}: its process cannot find what it needs ({error}): define it {out}")
+            elif not isinstance(error, EbrlError):
                 error = another(error, HostDied(f"the process of {self.name} could not begin: {error!r}"))
             self._given_up = error, None
             self._link.kill()
@@ -394,8 +397,9 @@ class ProcessHost:
         info = {
             key: value for key, value in zip(self._rows.info_keys, values, strict=True) if value == value
         }  # not NaN
-        if "success" in info:
-            info["success"] = info["success"] != 0
+        for name in SUCCESS:
+            if name in info:
+                info[name] = info[name] != 0
         return info
 
 

@@ -21,7 +21,8 @@ from ebrl.core.records import Array, ArraySpec, EnvSpec, Host
 from ebrl.sim import adapters
 from ebrl.sim.adapters import Wanted, has_adapter
 from ebrl.sim.awaited import Apart, AwaitedSimulator, answer, check_awaited, is_awaited, not_awaited
-from ebrl.sim.simulator import SUCCESS, Simulator, construction_lock
+from ebrl.sim.border import SUCCESS
+from ebrl.sim.simulator import Simulator, construction_lock
 from ebrl.sim.vector_simulator import SLOT_SEEDS, VectorSimulator, accept
 
 Form: TypeAlias = "ArraySpec | Mapping[str, ArraySpec]"

@@ -20,15 +20,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from ebrl.core.errors import ConfigError, InvalidAction, InvalidData, SimulatorError
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation
-from ebrl.sim.simulator import (
-    SUCCESS,
-    ActionReader,
-    as_actions,
-    as_flag,
-    construction_lock,
-    describe,
-    observation_reader,
-)
+from ebrl.sim.border import SUCCESS, ActionReader, as_actions, as_flag, describe, observation_reader
+from ebrl.sim.simulator import construction_lock
 
 SLOT_SEEDS = "slot_seeds"
 """Entry of ``metadata``: False where a reset takes one seed, and not one per slot."""
