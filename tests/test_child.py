@@ -107,7 +107,7 @@ def test_what_a_script_defines_under_its_guard_is_nowhere_in_a_process(tmp_path:
     start = 'if __name__ == "__main__": asyncio.run(main())'
     script = script_in(tmp_path, "script.py", definition=guarded, make="Mine", start=start)
     last = outcome(str(script), cwd=tmp_path).strip().splitlines()[-1]
-    assert last.startswith("ebrl.core.errors.ConfigError: host: its process cannot find what it needs (Can't get")
+    assert "host: its process cannot find what it needs (Can't get" in last
     assert last.endswith(
         'define it at the top of a module, outside of if __name__ == "__main__", or pass host="thread"'
     )

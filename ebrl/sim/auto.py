@@ -16,12 +16,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ebrl.core.errors import CallTimeout, ConfigError, HostDied
+from ebrl.core.errors import CallTimeout, HostDied
 from ebrl.core.records import EnvSpec, Place
 from ebrl.core.runtime import Runtime
 from ebrl.core.scope import finish
 from ebrl.sim.comparison import CLOSE_S, Comparison, Processes, Threads, TrialFailedError, blamed_on, compare
-from ebrl.sim.link import make_order
+from ebrl.sim.link import OutOfReach, make_order
 from ebrl.sim.placement import take_now
 
 logger = logging.getLogger("ebrl")
@@ -111,7 +111,7 @@ async def _choose(runtime: Runtime, specs: Sequence[EnvSpec], lanes: int | None,
     different = {id(spec): replace(spec, host="auto") for spec in specs}.values()
     try:
         key = frozenset(make_order([spec]).specs for spec in different)
-    except ConfigError as error:
+    except OutOfReach as error:
         return Choice("thread", str(error))
     return await runtime.findings.get((choose, key), lambda: _tried(runtime, specs, lanes, name))
 
@@ -148,6 +148,8 @@ async def _try(runtime: Runtime, specs: Sequence[EnvSpec], name: str) -> Choice:
         patience_s = CLOSE_S
     except TrialFailedError as failed:
         return _without(failed.place, failed.error)
+    except OutOfReach as error:
+        return Choice("thread", str(error))
     finally:
         await finish(_close(tried, patience_s), f"{name}-close")
     return choice

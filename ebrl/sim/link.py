@@ -39,6 +39,10 @@ _ONE_THREAD: Final = dict.fromkeys(
 KILL_S: Final = 2.0  # for the kernel to end a killed process
 
 
+class OutOfReach(ConfigError):
+    """What a process is to build cannot be sent to it, or is not to be found there."""
+
+
 class Link:
     """One child and the socket to it."""
 
@@ -230,16 +234,16 @@ def packed(value: Any, what: str) -> bytes:
         what: It is, for messages.
 
     Raises:
-        ConfigError: It cannot be pickled, or is defined where a child cannot find it.
+        OutOfReach: It cannot be pickled, or is defined where a child cannot find it.
     """
     try:
         data = pickle.dumps(value)
     except Exception as error:  # whatever a user's object does when it is pickled
         out = 'define it at the top of a module, or pass host="thread"'
-        raise ConfigError(f"{what} cannot be sent to a process ({error}): {out}") from error
+        raise OutOfReach(f"{what} cannot be sent to a process ({error}): {out}") from error
     if child.MAIN in data and (where := _hidden_main()) is not None:
         out = 'put it into a module, or pass host="thread"'
-        raise ConfigError(f"{what} is defined in {where}, where a process cannot find it: {out}")
+        raise OutOfReach(f"{what} is defined in {where}, where a process cannot find it: {out}")
     return data
 
 

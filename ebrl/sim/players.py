@@ -15,7 +15,7 @@ from ebrl.sim.check import random_actions
 from ebrl.sim.hosts import SimHost, Slot
 
 WARM_UP_STEPS: Final = 3  # of each, or to the end of its first episode; what is made at first use is not measured
-SLOWEST_CALL_S: Final = 120.0  # after which a call is given up
+SLOWEST_CALL_S: Final = 30.0  # after which a call is given up
 
 T = TypeVar("T")
 Decide: TypeAlias = Callable[[], Awaitable[object]]

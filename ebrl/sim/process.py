@@ -22,7 +22,7 @@ from ebrl.sim.border import SUCCESS, ActionReader
 from ebrl.sim.child import unpack
 from ebrl.sim.failures import Phase
 from ebrl.sim.hosts import Reset, Running, Slot, open_all
-from ebrl.sim.link import KILL_S, Link, complete, heed, make_order, packed
+from ebrl.sim.link import KILL_S, Link, OutOfReach, complete, heed, make_order, packed
 from ebrl.sim.shm import (
     BUILD,
     CALL,
@@ -310,7 +310,7 @@ class ProcessHost:
         elif self._given_up is None and self._link is not None:
             if isinstance(error, AttributeError | ImportError):  # of pickle; it would be so again and again
                 out = 'at the top of a module, outside of if __name__ == "__main__", or pass host="thread"'
-                error = ConfigError(f"{self.name}: its process cannot find what it needs ({error}): define it {out}")
+                error = OutOfReach(f"{self.name}: its process cannot find what it needs ({error}): define it {out}")
             elif not isinstance(error, EbrlError):
                 error = another(error, HostDied(f"the process of {self.name} could not begin: {error!r}"))
             self._given_up = error, None
