@@ -1,7 +1,8 @@
-"""Ctrl-C on the command line: whenever it comes, the command ends well, and says no more than that."""
+"""Ctrl-C and SIGTERM on the command line: whenever it comes, the command ends well, and says no more than that."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ebrl.cli import main
+from ebrl.core.run import run
 from tests.helpers import ROOT
 from tests.test_errors_end_to_end import SMALL, assert_whole
 
@@ -126,6 +128,30 @@ def interrupted_in_a_callback(args: object) -> int:
     assert reference() is None
     threading.Event().wait(PATIENCE_S)
     return 0
+
+
+async def signalled(number: signal.Signals) -> int:
+    signal.raise_signal(number)
+    await asyncio.Event().wait()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")]
+)
+def test_the_status_says_which_signal_ended_a_run(
+    number: signal.Signals,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
+    monkeypatch.setattr("ebrl.cli._dispatch", lambda args: run(signalled(number)))
+    assert main([]) == status
+    assert capsys.readouterr().err == said
 
 
 def test_a_ctrl_c_that_python_forgets_arrives_all_the_same(

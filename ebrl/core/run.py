@@ -15,7 +15,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end, on uvloop where it is installed (a fifth to two thirds less loop time), else on asyncio.
 
     The first Ctrl-C, or a first SIGTERM for which nobody has a handler, cancels `main`, so that everything in it closes
-    in order; then `KeyboardInterrupt` is raised.
+    in order; then `KeyboardInterrupt` is raised, with the argument ``"SIGTERM"`` where it was that.
 
     Args:
         main: The program.
@@ -26,7 +26,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             return runner.run(_heeding_sigterm(main, terminated))
         except (asyncio.CancelledError, KeyboardInterrupt) as error:
             if terminated or isinstance(error.__context__, asyncio.CancelledError):
-                raise KeyboardInterrupt from None  # what was cancelled is nobody's mistake, and no news
+                names = [signal.SIGTERM.name] if terminated else []
+                raise KeyboardInterrupt(*names) from None  # what was cancelled is nobody's mistake, and no news
             raise
 
 
