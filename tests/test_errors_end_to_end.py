@@ -118,7 +118,7 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     "no id": (["--env", ""], ["no environment ''"]),
     "unknown option of the environment": (["--env", "CartPole-v1", "--env-kwargs", "colour", "1"], ["colour"]),
     "discrete observations": (["--env", "FrozenLake-v1"], ["Discrete", "FlattenObservation"]),
-    "pictures": (["--env", "PictureTest-v0"], ["(3, 4, 4)", "FlattenObservation"]),
+    "pictures": (["--env", "PictureTest-v0"], ["(3, 4, 4)", "without cameras", "TorchPolicy that sees"]),
     "other shape": (["--env", "LiarTest-v0"], ["observation", "float32 of shape (4,)", "float32 of shape (3,)"]),
     "other dtype": (
         ["--env", "LiarTest-v0", "--env-kwargs", "dtype", "uint8", "extra", "0"],

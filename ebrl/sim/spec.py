@@ -51,8 +51,8 @@ def env_spec(
     Args:
         env: Id that gymnasium knows (``"module:Env-v0"`` imports the module first), or for an adapter of
             `ebrl.sim.envs` (``"Meta-World/MT1"``, ``"LIBERO/libero_spatial"``, ``"ManiSkill/PickCube-v1"``,
-            ``"robosuite/Lift"``), or a function that returns a ``gymnasium.Env``; or one whose `reset` and `step` are
-            coroutine functions, and then `close` and the function itself may be, too.
+            ``"robosuite/Lift"``, ``"EnvPool/HalfCheetah-v5"``), or a function that returns a ``gymnasium.Env``; or one
+            whose `reset` and `step` are coroutine functions, and then `close` and the function itself may be, too.
         horizon: Simulator steps after which an episode is truncated, in addition to what the environment does itself.
         action_repeat: Simulator steps for which each action is applied.
         task: What a policy is asked to do.
