@@ -42,9 +42,9 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def interrupt(process: subprocess.Popen[str]) -> list[str]:
-    """Press Ctrl-C, and return what the process wrote on stderr."""
-    process.send_signal(signal.SIGINT)
+def interrupt(process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> list[str]:
+    """Press Ctrl-C, or send another signal, and return what the process wrote on stderr."""
+    process.send_signal(number)
     began = time.monotonic()
     try:
         _, err = process.communicate(timeout=10)
@@ -53,12 +53,15 @@ def interrupt(process: subprocess.Popen[str]) -> list[str]:
         process.communicate()
         raise
     assert time.monotonic() - began < 2.0
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     return err.splitlines()
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_what_was_learned_and_ends_within_two_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_saves_what_was_learned_and_ends_a_run_within_two_seconds(
+    number: signal.Signals, said: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     process = start(folder)
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + PATIENCE_S
@@ -66,8 +69,9 @@ def test_ctrl_c_saves_what_was_learned_and_ends_within_two_seconds(tmp_path: Pat
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert interrupt(process) == ["interrupted"]
+    assert interrupt(process, number) == [said]
     assert_whole(folder)
+    assert (folder / "profile.json").is_file()
 
 
 @pytest.mark.slow
