@@ -229,6 +229,8 @@ class InlineHost:
             task.cancel()
         if late:
             await asyncio.wait(late, timeout=deadline_s / 2)
+        for name in sorted({tasks[task].lane_name for task in late if not task.done()}):
+            logger.error("%s ignores that its call is cancelled; the loop ends when that does", name)
         for future, slot in closing.items():
             if future.done() and not future.cancelled() and future.exception() is not None:
                 logger.warning("the simulator of %s could not be closed: %r", slot.lane_name, future.exception())
