@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ebrl.core.errors import Deadlock, EbrlError
+    from ebrl.core.errors import Deadlock, EbrlError, SimulatorError
     from ebrl.core.protocols import Policy, PolicyOut
     from ebrl.core.records import ActionOut, EnvSpec, GroupRule, UpdateReport
     from ebrl.core.run import run
@@ -67,6 +67,7 @@ _HOMES = {
     "PolicyOut": "core.protocols",
     "RecurrentPolicy": "gen.policies.recurrent",
     "Runtime": "core.runtime",
+    "SimulatorError": "core.errors",
     "TorchPolicy": "gen.policies.base",
     "Trace": "core.trace",
     "Trainer": "train.trainer",
@@ -110,6 +111,7 @@ __all__ = [
     "PolicyOut",
     "RecurrentPolicy",
     "Runtime",
+    "SimulatorError",
     "TorchPolicy",
     "Trace",
     "Trainer",

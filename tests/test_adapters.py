@@ -32,6 +32,13 @@ def test_a_missing_simulator_names_the_command(monkeypatch: pytest.MonkeyPatch, 
             describe(f"{first}/x")
 
 
+@pytest.mark.parametrize("size", [0, -3, True, 1.5, "64"])
+@pytest.mark.parametrize("first", ADAPTERS)
+def test_a_picture_has_pixels(first: str, size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"image_size must be a whole number of at least 1, got "):
+        env_spec(f"{first}/task", image_size=size)
+
+
 def test_ids_of_adapters() -> None:
     assert all(has_adapter(f"{first}/x") for first in ADAPTERS)
     assert not any(has_adapter(name) for name in ("LIBERO", "CartPole-v1", "libero/x", "phys2d/CartPole-v1", ""))

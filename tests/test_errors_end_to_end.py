@@ -118,7 +118,7 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     "no id": (["--env", ""], ["no environment ''"]),
     "unknown option of the environment": (["--env", "CartPole-v1", "--env-kwargs", "colour", "1"], ["colour"]),
     "discrete observations": (["--env", "FrozenLake-v1"], ["Discrete", "FlattenObservation"]),
-    "pictures": (["--env", "PictureTest-v0"], ["(3, 4, 4)", "FlattenObservation"]),
+    "pictures": (["--env", "PictureTest-v0"], ["(3, 4, 4)", "without cameras", "TorchPolicy that sees"]),
     "other shape": (["--env", "LiarTest-v0"], ["observation", "float32 of shape (4,)", "float32 of shape (3,)"]),
     "other dtype": (
         ["--env", "LiarTest-v0", "--env-kwargs", "dtype", "uint8", "extra", "0"],
@@ -139,8 +139,16 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     "target": (["--env", "CartPole-v1", "--target-success", "95"], ["--target-success must be between 0 and 1"]),
     "deterministic lag": (["--env", "CartPole-v1", "--deterministic"], ["--deterministic needs --max-lag 0"]),
     "dropped where all are needed": (
-        ["--env", "CartPole-v1", "--sampling", "quota", "--failures", "drop"],
-        ["--sampling quota needs all environments", "--failures restart"],
+        ["--env", "CartPole-v1", "--sampling", "quota", "--failures.action", "drop"],
+        ["--sampling quota needs all environments", "--failures.action restart"],
+    ),
+    "a deadline that is none": (
+        ["--env", "CartPole-v1", "--failures.call-s", "0"],
+        ["FailurePolicy.call_s must be a number above 0, got 0.0"],
+    ),
+    "more spares than environments": (
+        ["--env", "CartPole-v1", "--num-envs", "4", "--spares", "5"],
+        ["--spares 5 are more than environments: --num-envs 4"],
     ),
     "unequal shares": (
         ["--env", "CartPole-v1", "--deterministic", "--max-lag", "0", "--num-envs", "7"],
@@ -199,7 +207,7 @@ def assert_whole(folder: Path) -> None:
 def test_bad_data_of_a_simulator_is_one_line_with_its_place(
     command: Command, args: list[str], words: list[str], num_envs: str
 ) -> None:
-    options = [*SMALL, "--num-envs", num_envs, "--updates", "9", "--failures", "raise"]
+    options = [*SMALL, "--num-envs", num_envs, "--updates", "9", "--failures.action", "raise"]
     line = command.fails(*args, *options, status=1)
     for word in (*words, "env ", "episode 0", "decision 4", "last action"):
         assert word in line
@@ -207,10 +215,27 @@ def test_bad_data_of_a_simulator_is_one_line_with_its_place(
 
 
 def test_a_run_that_failures_end_before_its_first_checkpoint_leaves_one(command: Command) -> None:
-    command.fails("--env", "NanRewardTest-v0", *SMALL, "--updates", "9", "--failures", "drop", status=1)
+    command.fails("--env", "NanRewardTest-v0", *SMALL, "--updates", "9", "--failures.action", "drop", status=1)
     (saved,) = (command.folder / "checkpoints").iterdir()
     assert load(saved).update == 0
     assert main(["train", "--resume", str(command.folder)]) == 1, "it goes on, and fails again"
+
+
+def test_a_run_has_the_budget_and_the_spares_that_it_was_told(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spares: list[tuple[str, int]] = []
+
+    class Seen(EnvGroup):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            spares.append((options["name"], options["spares"]))
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("ebrl.cli.train.EnvGroup", Seen)
+    options = [*SMALL, "--spares", "2", "--failures.per-env", "0"]
+    line = command.fails("--env", "NanRewardTest-v0", *options, "--updates", "9", status=1)
+    assert "was restarted 0 times within an hour, which is its budget" in line
+    assert spares == [("envs", 2)]
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.fake import CLOSE, CONSTRUCTION, ScriptedEnv
 from ebrl.sim.group import EnvGroup
+from ebrl.sim.programs import rollout
 from ebrl.sim.simulator import construction_lock
 from ebrl.sim.spec import env_spec
 from ebrl.train.evaluate import evaluate
@@ -257,6 +258,34 @@ async def test_a_call_that_ignores_that_it_is_cancelled_holds_up_nobody_for_ever
         assert envs.faults["restarts"] == 1
         assert made[0].events == ["cancelled", "cancelled", "closed"]
         assert len(made) == 2
+
+
+class Deaf(Robot):
+    """Goes on however often it is cancelled, until it is told to listen."""
+
+    listens = False
+
+    async def step(self, action: Any) -> Any:
+        while not self.listens:
+            with suppress(asyncio.CancelledError):
+                await asyncio.get_running_loop().create_future()
+        return await super().step(action)
+
+
+def test_a_call_that_outlives_the_runtime_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    deaf = Deaf()
+
+    async def main() -> None:
+        async with recording(rollout, spec=replace(ROBOT, make=lambda: deaf)):
+            await asyncio.sleep(1.0)
+        deaf.listens = True
+        (left,) = asyncio.all_tasks() - {asyncio.current_task()}
+        left.cancel()
+        await left
+
+    run_virtual(main())
+    named = "envs-inline-0 ignores that its call is cancelled; the loop ends when that does"
+    assert caplog.messages.count(named) == 1
 
 
 def test_building_waits_for_no_thread() -> None:

@@ -1,7 +1,8 @@
-"""Ctrl-C on the command line: whenever it comes, the command ends well, and says no more than that."""
+"""Ctrl-C and SIGTERM on the command line: whenever it comes, the command ends well, and says no more than that."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ebrl.cli import main
+from ebrl.core.run import run
 from tests.helpers import ROOT
 from tests.test_errors_end_to_end import SMALL, assert_whole
 
@@ -40,9 +42,9 @@ def start(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def interrupt(process: subprocess.Popen[str]) -> list[str]:
-    """Press Ctrl-C, and return what the process wrote on stderr."""
-    process.send_signal(signal.SIGINT)
+def interrupt(process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> list[str]:
+    """Press Ctrl-C, or send another signal, and return what the process wrote on stderr."""
+    process.send_signal(number)
     began = time.monotonic()
     try:
         _, err = process.communicate(timeout=10)
@@ -51,12 +53,15 @@ def interrupt(process: subprocess.Popen[str]) -> list[str]:
         process.communicate()
         raise
     assert time.monotonic() - began < 2.0
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     return err.splitlines()
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_what_was_learned_and_ends_within_two_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_saves_what_was_learned_and_ends_a_run_within_two_seconds(
+    number: signal.Signals, said: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     process = start(folder)
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + PATIENCE_S
@@ -64,8 +69,9 @@ def test_ctrl_c_saves_what_was_learned_and_ends_within_two_seconds(tmp_path: Pat
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert interrupt(process) == ["interrupted"]
+    assert interrupt(process, number) == [said]
     assert_whole(folder)
+    assert (folder / "profile.json").is_file()
 
 
 @pytest.mark.slow
@@ -126,6 +132,30 @@ def interrupted_in_a_callback(args: object) -> int:
     assert reference() is None
     threading.Event().wait(PATIENCE_S)
     return 0
+
+
+async def signalled(number: signal.Signals) -> int:
+    signal.raise_signal(number)
+    await asyncio.Event().wait()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")]
+)
+def test_the_status_says_which_signal_ended_a_run(
+    number: signal.Signals,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
+    monkeypatch.setattr("ebrl.cli._dispatch", lambda args: run(signalled(number)))
+    assert main([]) == status
+    assert capsys.readouterr().err == said
 
 
 def test_a_ctrl_c_that_python_forgets_arrives_all_the_same(

@@ -189,7 +189,16 @@ def test_default_policy() -> None:
         (
             CategoricalPolicy.for_spec,
             make_spec(CHOICE, {"arm": VECTOR, "camera": IMAGE}),
-            ["observation 'camera' has shape (8, 6, 3)", "gymnasium.wrappers.FlattenObservation"],
+            [
+                "observation 'camera' has shape (8, 6, 3)",
+                "without cameras",
+                "TorchPolicy that sees (README.md, Pictures)",
+            ],
+        ),
+        (
+            GaussianPolicy.for_spec,
+            make_spec(observation=ArraySpec((4, 4), "float32")),
+            ["the observation has shape (4, 4)", "gymnasium.wrappers.FlattenObservation(environment)"],
         ),
     ],
 )

@@ -34,6 +34,7 @@ NAMES = [
     "PolicyOut",
     "RecurrentPolicy",
     "Runtime",
+    "SimulatorError",
     "TorchPolicy",
     "Trace",
     "Trainer",

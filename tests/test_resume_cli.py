@@ -12,7 +12,9 @@ from safetensors import SafetensorError
 
 from ebrl.cli import folder as run_folder
 from ebrl.cli import main, train
+from ebrl.cli.config import TrainConfig, config_of
 from ebrl.core.errors import ConfigError
+from ebrl.sim.failures import FailurePolicy
 from ebrl.train import folders
 from ebrl.train.folders import locked
 
@@ -108,6 +110,13 @@ def test_without_checkpoints_nothing_is_kept_and_nothing_can_be_resumed(
     assert not (folder / "checkpoints").exists()
     line = refused(capsys, "train", "--resume", str(folder), "--updates", "9")
     assert line == f"error: {folder} holds no checkpoint to go on with: it ended before the first one was due"
+
+
+def test_a_resumed_run_fails_and_spares_as_it_was_told(tmp_path: Path) -> None:
+    failures = FailurePolicy("drop", build_s=None, call_s=5.0, per_hour=7)
+    told = TrainConfig(env="CartPole-v1", spares=2, failures=failures)
+    run_folder.create(tmp_path / "run", told)
+    assert config_of(run_folder.load_config(tmp_path / "run"), tmp_path / "run") == told
 
 
 def test_what_cannot_be_resumed_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

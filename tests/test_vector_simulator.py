@@ -270,10 +270,20 @@ def test_what_cannot_be_batched() -> None:
         ConfigError, match=r"SyncVectorEnv.*AutoresetMode.NEXT_STEP, so that it would reset slots by itself"
     ):
         env_spec(SyncVectorEnv, env_fns=[ScriptedEnv])
+    with pytest.raises(ConfigError, match="Undecided: its metadata have no autoreset_mode, so that nobody knows"):
+        env_spec(Undecided)
     with pytest.raises(ConfigError, match="takes a list of seeds, one per slot, or says metadata"):
         env_spec(lambda: disabled(gymnasium.make_vec("CartPole-v1", 2)))
     with pytest.raises(ConfigError, match="scripted is a batched simulator: use check_vector_env"):
         check_env(batched_spec())
+
+
+class Undecided(Counting):
+    """Does not say whether it resets slots by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metadata = {}
 
 
 def disabled(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:

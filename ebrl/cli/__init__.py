@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ebrl.core.errors import EbrlError
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 1: the run failed, or its replay differs; 2: bad input, nothing was written; 3: target not reached; 130:
-        interrupted.
+        ended by Ctrl-C; 143: by SIGTERM.
     """
     try:
         with _interrupts_arrive():
@@ -39,9 +39,10 @@ def main(args: Sequence[str] | None = None) -> int:
         leaves = list(_leaves(known))
         _complain(leaves[0], len(leaves) - 1)
         return FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as end:
+        terminated = signal.SIGTERM.name in end.args  # `ebrl.run` says so
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        return TERMINATED if terminated else INTERRUPTED
 
 
 def command() -> NoReturn:

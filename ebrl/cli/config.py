@@ -7,15 +7,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import Host
-from ebrl.sim.failures import Action
+from ebrl.sim.failures import FailurePolicy
 from ebrl.train.ppo import PPOConfig
 from ebrl.train.sampling import Sampling
+
+NESTED: Final[dict[str, Any]] = {"ppo": PPOConfig, "failures": FailurePolicy}
+"""Options that are records of options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class TrainConfig:
         host: Where they run, or ``auto``: where they do more steps, which is tried out; default: what the environment
             wants.
         lanes: Threads or processes that share them; default: one thread each, or one process per core.
+        spares: Further simulators that are reset ahead, at most as many as there are environments: for slow resets.
         hidden: Widths of the policy's hidden layers.
         memory_size: Numbers that the policy remembers within an episode; 0: none.
         normalize_obs: Scale observations by running statistics.
@@ -50,8 +54,7 @@ class TrainConfig:
         record: Write ``events.jsonl``, with which ``ebrl replay`` repeats the run.
         profile: Begin with what a file of profiles says: of ``ebrl probe``, or ``profile.json`` of an earlier run.
         checkpoint_every: Updates between two checkpoints, of which the last three are kept; 0: none.
-        failures: What is done about a simulator that raises, hangs or dies: build it again (and end the run after five
-            times within an hour), drop its environment, or end the run.
+        failures: What is done about a simulator that raises, hangs or dies.
         resume: Folder of a run to go on with, from its newest checkpoint and with its configuration.
     """
 
@@ -62,6 +65,7 @@ class TrainConfig:
     num_envs: int = 16
     host: Host | None = None
     lanes: int | None = None
+    spares: int = 0
     hidden: tuple[int, ...] = (64, 64)
     memory_size: int = 0
     normalize_obs: bool = True
@@ -80,7 +84,7 @@ class TrainConfig:
     record: bool = False
     profile: Path | None = None
     checkpoint_every: int = 10
-    failures: Action = "restart"
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
     resume: Path | None = None
 
     def __post_init__(self) -> None:
@@ -88,8 +92,10 @@ class TrainConfig:
             raise ConfigError("no environment '': name one with --env, or a run to go on with: --resume FOLDER")
         for name in ("num_envs", "lanes", "updates", "horizon", "eval_every", "eval_episodes", "action_repeat"):
             at_least(name, getattr(self, name), 1)
-        for name in ("max_lag", "memory_size", "seed", "checkpoint_every"):
+        for name in ("max_lag", "memory_size", "seed", "checkpoint_every", "spares"):
             at_least(name, getattr(self, name), 0)
+        if self.spares > self.num_envs:
+            raise ConfigError(f"--spares {self.spares} are more than environments: --num-envs {self.num_envs}")
         for name in sorted({"action_repeat", "horizon", "host", "task"} & self.env_kwargs.keys()):
             raise ConfigError(
                 f"--env-kwargs {name}: that is no option of the environment; use --{name.replace('_', '-')}"
@@ -101,8 +107,8 @@ class TrainConfig:
         if self.deterministic and self.max_lag:
             raise ConfigError("--deterministic needs --max-lag 0: with lag, data depend on who was ready first")
         equal = "--deterministic" if self.deterministic else "--sampling quota" if self.sampling == "quota" else None
-        if equal and self.failures == "drop":
-            raise ConfigError(f"{equal} needs all environments: use --failures restart or raise")
+        if equal and self.failures.action == "drop":
+            raise ConfigError(f"{equal} needs all environments: use --failures.action restart or raise")
         if equal and self.ppo.batch_size % self.num_envs:
             raise ConfigError(
                 f"{equal} shares a batch equally: --ppo.batch-size {self.ppo.batch_size} is no multiple of "
@@ -248,8 +254,9 @@ def config_of(record: Mapping[str, Any], folder: Path, names: Iterable[str] | No
         if not _fits(value, hints[name]):
             raise ConfigError(f"config.json in {folder} is not what `ebrl train` wrote: {name} is {value!r}")
     try:
-        if "ppo" in values:
-            values["ppo"] = PPOConfig(**values["ppo"])
+        for name, kind in NESTED.items():
+            if name in values:
+                values[name] = kind(**values[name])
         if values.get("profile") is not None:
             values["profile"] = Path(values["profile"])
         return TrainConfig(**{**values, "hidden": tuple(values["hidden"])})
@@ -268,7 +275,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
     if kind is dict:
         return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
-    if hint is PPOConfig:
+    if hint in NESTED.values():
         return isinstance(value, dict)
     if hint is float:
         return type(value) in (int, float)

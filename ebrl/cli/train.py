@@ -21,7 +21,6 @@ from ebrl.core.runtime import Runtime
 from ebrl.core.trace import Trace
 from ebrl.gen.generator import Generator
 from ebrl.gen.policies import TorchPolicy, default_policy
-from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.group import EnvGroup
 from ebrl.sim.spec import env_specs
 from ebrl.sim.tasks import check_even, spread
@@ -225,7 +224,7 @@ class Session:
         try:
             async with self._runtime as rt:
                 self._actor = gen = rt.start(Generator(self._policy))
-                envs = rt.start(self._group(gen, config.num_envs, "envs"))
+                envs = rt.start(self._group(gen, config.num_envs, "envs", spares=config.spares))
                 io = rt.machine.lane("io", "metrics")
                 trainer = rt.start(
                     Trainer(
@@ -272,9 +271,9 @@ class Session:
             self._told_host = True
             self._console.print(f"simulators run in {envs.choice}", soft_wrap=True, highlight=False, markup=False)
 
-    def _group(self, actor: Generator, count: int, name: str) -> EnvGroup:
-        failures = FailurePolicy(self._config.failures)
-        return EnvGroup(self._specs, actor=actor, count=count, lanes=self._config.lanes, failures=failures, name=name)
+    def _group(self, actor: Generator, count: int, name: str, spares: int = 0) -> EnvGroup:
+        lanes, failures = self._config.lanes, self._config.failures
+        return EnvGroup(self._specs, actor=actor, count=count, spares=spares, lanes=lanes, failures=failures, name=name)
 
     def _due(self, report: UpdateReport, every: int) -> bool:
         return report.update % every == 0 or report.update == self._config.num_updates

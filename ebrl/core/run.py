@@ -15,8 +15,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end, on uvloop where it is installed (a fifth to two thirds less loop time), else on asyncio.
 
     The first Ctrl-C, or a first SIGTERM for which nobody has a handler, cancels `main`, so that everything in it closes
-    in order; then `KeyboardInterrupt` is raised. Where something blocks the loop, so that the first cannot be heeded, a
-    second of the same kind raises it there and then.
+    in order; then `KeyboardInterrupt` is raised, with the argument ``"SIGTERM"`` where it was that. Where something blocks
+    the loop, so that the first cannot be heeded, a second of the same kind raises it there and then.
 
     Args:
         main: The program.
@@ -27,7 +27,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             return runner.run(_heeding_sigterm(main, terminated))
         except (asyncio.CancelledError, KeyboardInterrupt) as error:
             if terminated or isinstance(error.__context__, asyncio.CancelledError):
-                raise KeyboardInterrupt from None  # what was cancelled is nobody's mistake, and no news
+                names = [signal.SIGTERM.name] if terminated else []
+                raise KeyboardInterrupt(*names) from None  # what was cancelled is nobody's mistake, and no news
             raise
 
 
@@ -48,7 +49,7 @@ async def _heeding_sigterm(main: Coroutine[Any, Any, T], terminated: list[bool])
             asked = True
             loop.call_soon_threadsafe(end)
         elif not terminated:  # something blocks the loop; later ones leave alone what closes because of the first
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(signal.SIGTERM.name)
 
     if ours:
         signal.signal(signal.SIGTERM, heed)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, whole
 from ebrl.core.records import ArraySpec, EnvSpec, Host
 from ebrl.sim.simulator import construction_lock
 
@@ -26,6 +26,9 @@ ADAPTERS: Final = {
 CRASH_BY_OSMESA: Final = frozenset({"LIBERO", "robosuite"})
 """Drawn by OSMesa, LIBERO ended its process (2 of 2 times) when another thread used what one had made; robosuite draws
 for it."""
+
+IMAGE_SIZE: Final = "image_size"
+"""Option of all adapters that draw."""
 
 NO_GL: Final = "glx"
 """Value of ``MUJOCO_GL`` with which everything can be imported where nothing can be drawn."""
@@ -99,6 +102,8 @@ def describe(wanted: Wanted) -> tuple[EnvSpec, ...]:
         UnknownEnv: The simulator has no such task.
         ConfigError: It is not installed, or its adapter does not take the options.
     """
+    if IMAGE_SIZE in wanted.kwargs:
+        whole(IMAGE_SIZE, wanted.kwargs[IMAGE_SIZE])  # simulators draw pictures without a pixel, too
     name = ADAPTERS[wanted.name.partition("/")[0]]
     choose_gl()
     try:

@@ -2,7 +2,9 @@
 
 They use no thread and no core of the pool. A call that its program no longer waits for is cancelled. Tasks belong to
 the host, whose `aclose` ends all of them and waits for that until its deadline. No `Scope` could: it waits for ever for
-user code that ignores that it is cancelled, and starts nothing while it ends, when simulators are yet to be closed.
+user code that ignores that it is cancelled, and starts nothing while it ends, when simulators are yet to be closed. So
+a `Runtime` ends in time whatever such code does, and names it. The loop has its task all the same, and `ebrl.run`, as
+``asyncio.run``, waits for that until it ends by itself, or for ever: nothing can end a task from outside.
 """
 
 from __future__ import annotations
@@ -216,7 +218,7 @@ class InlineHost:
         slot.lose(error)
 
     async def aclose(self, deadline_s: float) -> list[str]:
-        """See `SimHost`: calls that do not end are cancelled, and what ignores that is left behind."""
+        """See `SimHost`: calls that do not end are cancelled, and what ignores that is left to the loop."""
         if self._closed:
             return []
         self._closed = True
@@ -227,6 +229,8 @@ class InlineHost:
             task.cancel()
         if late:
             await asyncio.wait(late, timeout=deadline_s / 2)
+        for name in sorted({tasks[task].lane_name for task in late if not task.done()}):
+            logger.error("%s ignores that its call is cancelled; the loop ends when that does", name)
         for future, slot in closing.items():
             if future.done() and not future.cancelled() and future.exception() is not None:
                 logger.warning("the simulator of %s could not be closed: %r", slot.lane_name, future.exception())

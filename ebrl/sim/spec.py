@@ -52,13 +52,14 @@ def env_spec(
     Args:
         env: Id that gymnasium knows (``"module:Env-v0"`` imports the module first), or for an adapter of
             `ebrl.sim.envs` (``"Meta-World/MT1"``, ``"LIBERO/libero_spatial"``, ``"ManiSkill/PickCube-v1"``,
-            ``"robosuite/Lift"``), or a function that returns a ``gymnasium.Env``; or one whose `reset` and `step` are
-            coroutine functions, and then `close` and the function itself may be, too.
+            ``"robosuite/Lift"``, ``"EnvPool/HalfCheetah-v5"``), or a function that returns a ``gymnasium.Env``; or one
+            whose `reset` and `step` are coroutine functions, and then `close` and the function itself may be, too.
         horizon: Simulator steps after which an episode is truncated, in addition to what the environment does itself.
         action_repeat: Simulator steps for which each action is applied.
         task: What a policy is asked to do.
-        host: Where it runs: ``"thread"``, ``"process"``, or ``"auto"``, where it is found to run better when a group
-            starts. None: what its adapter says; without one in a thread, or on the loop where it is awaited.
+        host: Where it runs: ``"thread"``, ``"process"``, ``"inline"``, which is on the loop and for those that are
+            awaited, or ``"auto"``, where it is found to run better when a group starts. None: what its adapter says;
+            without one in a thread, or on the loop where it is awaited.
         memory_mib: That one simulator takes; a group is not built where its simulators do not fit. 0: what its
             adapter knows.
         num_slots: M; describes a batched simulator, for `VectorGroup`: the adapter's own (EnvPool, ManiSkill on a GPU),

@@ -235,13 +235,18 @@ def accept(env: Any, name: str) -> int:
     """Return the number of slots of a batched simulator, after a look at whether it can be driven.
 
     Raises:
-        ConfigError: It is none, or resets slots by itself.
+        ConfigError: It is none, or resets slots by itself, or does not say that it does not.
     """
     if not isinstance(env, VectorEnv):
         raise ConfigError(
             f"{name}: expected the function to make a gymnasium.vector.VectorEnv, got {type(env).__name__}"
         )
     mode = env.metadata.get("autoreset_mode")
+    if mode is None:
+        raise ConfigError(
+            f"{name}: its metadata have no autoreset_mode, so that nobody knows whether it resets slots by itself: "
+            'where it does not, say so: metadata["autoreset_mode"] = gymnasium.vector.AutoresetMode.DISABLED'
+        )
     if mode not in (AutoresetMode.DISABLED, AutoresetMode.DISABLED.value):
         raise ConfigError(
             f"{name}: its autoreset_mode is {mode}, so that it would reset slots by itself, and final observations "

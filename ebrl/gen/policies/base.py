@@ -120,10 +120,13 @@ def vector_features(spec: EnvSpec, reader: str, *, normalize: bool) -> Features:
     for name, array in arrays.items():
         if len(array.shape) != 1:
             what = "the observation" if plain else f"observation {name!r}"
-            raise SpaceError(
-                f"{spec.id}: {reader} reads 1-D arrays, but {what} has shape {array.shape}; wrap the environment in "
-                "gymnasium.wrappers.FlattenObservation, or write a TorchPolicy that reads it"
+            out = (
+                "make the environment without cameras, or write a TorchPolicy that sees (README.md, Pictures)"
+                if len(array.shape) == 3
+                else "write a TorchPolicy that reads it, or give env_spec a function that returns "
+                "gymnasium.wrappers.FlattenObservation(environment)"
             )
+            raise SpaceError(f"{spec.id}: {reader} reads 1-D arrays, but {what} has shape {array.shape}; {out}")
     return Features(tuple(arrays), sum(array.size for array in arrays.values()), normalize=normalize)
 
 

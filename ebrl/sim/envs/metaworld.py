@@ -3,8 +3,8 @@
 MT1 is one task. MT10 and MT50 are ten and fifty at once, and one policy for all of them is told the task by a one-hot
 vector at the end of its state, as in the benchmark (Yu et al. 2019, arXiv:1910.10897).
 
-Pictures are what its cameras see, some of which hang upside down. Importing this module imports metaworld;
-`ebrl.env_spec("Meta-World/MT1", env_name="reach-v3")` does it at use.
+Pictures are what its cameras see: those of ``corner``, ``corner2`` and ``corner3`` are upside down. Importing this
+module imports metaworld; `ebrl.env_spec("Meta-World/MT1", env_name="reach-v3")` does it at use.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class MetaWorldEnv(gymnasium.Env[Any, Array]):
             env_name: Such as ``"reach-v3"``.
             seed: Of the 50 positions of object and goal.
             task_id: ``(i, n)`` puts n numbers at the end of the state, of which number i is 1 and the others 0.
-            cameras: Names of those that are seen, such as ``"corner2"`` and ``"gripperPOV"``.
+            cameras: Names of those that are seen, such as ``"topview"`` and ``"gripperPOV"``. ``"corner"``,
+                ``"corner2"`` and ``"corner3"`` hang upside down, and so are their pictures.
             image_size: Height and width of a picture.
             full_state: Whether the state has objects and goal besides the hand; None: only without cameras.
             fast_render: No shadows, reflections or smooth edges: 6 ms a picture instead of 81 on a CPU.
