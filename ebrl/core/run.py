@@ -15,8 +15,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end, on uvloop where it is installed (a fifth to two thirds less loop time), else on asyncio.
 
     The first Ctrl-C, or a first SIGTERM for which nobody has a handler, cancels `main`, so that everything in it closes
-    in order; then `KeyboardInterrupt` is raised, with the argument ``"SIGTERM"`` where it was that. Where something blocks
-    the loop, so that the first cannot be heeded, a second of the same kind raises it there and then.
+    in order; then `KeyboardInterrupt` is raised, with the argument ``"SIGTERM"`` where it was that. Where something
+    blocks the loop, so that the first cannot be heeded, a second of the same kind raises it there and then.
 
     Args:
         main: The program.
