@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,14 +54,18 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def can_draw() -> bool:
     """Whether there is a Vulkan device; if not, materials are replaced, once, so that states can be simulated."""
-    if sapien.render.RenderMaterial is Blank:
+    material = sapien.render.RenderMaterial
+    if material is Blank:
         return False
     try:
-        sapien.render.RenderMaterial()
+        material()
     except RuntimeError:
-        for module in (sapien.render, sapien.pysapien.render):  # builders use the second
-            module.RenderMaterial = Blank
-            module.RenderTexture2D = _nothing
+        loaded: list[Any] = [module for name, module in sys.modules.items() if name.partition(".")[0] == "sapien"]
+        for module in loaded:  # some have names of their own for it, if somebody has imported ManiSkill before
+            if getattr(module, "RenderMaterial", None) is material:
+                module.RenderMaterial = Blank
+            if hasattr(module, "RenderTexture2D"):
+                module.RenderTexture2D = _nothing
         return False
     return True
 
