@@ -243,7 +243,7 @@ class Spares:
             verdict = self._failures.decide(spare.number, now_s, charged=not fault.innocent)
             if isinstance(verdict, Restart):
                 recovery.num_spare_restarts += 1
-                tell(self._group.name, recovery.counts()["restarts"], fault, verdict.after_s)
+                tell(recovery, fault, verdict.after_s)
                 return now_s + verdict.after_s
         logger.warning("%s: spare %d is given up, and the run goes on: %r", self._group.name, spare.number, error)
         return math.inf
