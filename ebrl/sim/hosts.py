@@ -227,9 +227,8 @@ class ThreadSlot:
     def build(self) -> asyncio.Future[None]:
         """See `Slot`."""
         self.innocent, self.lost = False, None
-        closing = self.lane.run(self._close_failed, self.lane, n=0)  # by itself: it may hang, and building may be slow
-        closing.add_done_callback(heed)
-        self._phases[closing] = "close"
+        if self.built:
+            self.start_close().add_done_callback(heed)  # it has failed, and so an error in that is no news
         self.future = future = self.lane.run(self._build, self.lane, n=0)
         self._phases[future] = "build"
         return future
@@ -280,21 +279,13 @@ class ThreadSlot:
                 return
         close_failed(made)  # a simulator belongs to one thread
 
-    def _close_failed(self, lane: Lane) -> None:
-        close_failed(self._take(lane, "the simulator was not built"))
-
     def _close(self, lane: Lane) -> None:
-        self._take(lane, "the simulator is closed").close()
-
-    def _take(self, lane: Lane, instead: str) -> Blocking:
-        """Return the simulator, to be closed; none where the lane was given up meanwhile."""
-        missing = Missing(SimulatorError(instead))
         with self._moving:
             if self.lane is not lane:
-                return missing
+                return
             simulator = self.simulator
-            self._move(lane, missing)
-        return simulator
+            self._move(lane, Missing(SimulatorError("the simulator is closed")))
+        simulator.close()
 
     def _move(self, lane: Lane, instead: Missing) -> None:
         self.lane = lane

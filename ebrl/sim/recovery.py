@@ -54,7 +54,7 @@ class Rebuilt(Protocol):
     lost: EbrlError | None
 
     def build(self) -> asyncio.Future[None]:
-        """Make the simulator, after closing the one before, behind whatever runs."""
+        """See `ebrl.sim.hosts.Slot.build`."""
 
     def retire(self) -> None:
         """Close the simulator for good."""
