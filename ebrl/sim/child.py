@@ -90,17 +90,14 @@ class Worker:
 
     def run(self) -> None:
         """Begin, serve until the parent hangs up, close."""
-        self._say(self._attempt(self._begin))
+        say(self._sock, self._attempt(self._begin))
         try:
             self._serve()
         finally:
             for row in range(len(self._sims)):
                 payload = self._attempt(partial(self._close, row))
                 with contextlib.suppress(ConnectionError):  # the parent is gone; the others are closed all the same
-                    self._say(payload)
-
-    def _say(self, payload: bytes) -> None:
-        self._sock.sendall(CONTROL.to_bytes(2, "little") + frame(payload))
+                    say(self._sock, payload)
 
     def _begin(self) -> None:
         self._order = pickle.loads(self._read_frame())
@@ -227,6 +224,11 @@ class Worker:
     def _flush(self) -> None:
         self._sock.sendall(self._out)
         self._out.clear()
+
+
+def say(sock: socket.socket, payload: bytes) -> None:
+    """Tell the parent what is no answer to an operation: that all is imported, and how each simulator was closed."""
+    sock.sendall(CONTROL.to_bytes(2, "little") + frame(payload))
 
 
 def built(sim: Simulator | None) -> Simulator:

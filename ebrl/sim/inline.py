@@ -60,9 +60,8 @@ class InlineSlot:
     def build(self) -> asyncio.Future[None]:
         """See `Slot`."""
         self.lost = None
-        closing: asyncio.Future[None] = self._loop.create_future()
-        closing.add_done_callback(heed)
-        self._start(closing, "close", self._close_failed)
+        if self.built:
+            self.start_close().add_done_callback(heed)  # it has failed, and so an error in that is no news
         future: asyncio.Future[None] = self._loop.create_future()
         self._start(future, "build", self._build)
         return future
@@ -141,11 +140,6 @@ class InlineSlot:
         self._times.steps.append(took_s / len(result.rewards))
         self._times.parts.append((took_s, 0.0))  # it waits
         return result
-
-    async def _close_failed(self) -> None:
-        simulator, self._simulator, self.built = self._simulator, None, False
-        if simulator is not None:
-            await _close_failed(simulator)
 
     async def _build(self) -> None:
         made = await AwaitedSimulator.build(self._spec)

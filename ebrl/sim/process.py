@@ -145,7 +145,7 @@ class ProcessSlot:
             self.current = operation
 
     def _build(self, future: asyncio.Future[None]) -> None:
-        if self.built:  # by itself: it may hang, and building may be slow
+        if self.built:
             closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             closing.add_done_callback(heed)  # it has failed, and so an error in that is no news
             self._post(Operation(self, closing, CLOSE))
