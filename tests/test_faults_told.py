@@ -52,8 +52,8 @@ def test_what_hangs_when_it_is_closed_after_a_failure_has_the_time_of_a_call(cap
 def test_what_is_dropped_and_does_not_close_likewise() -> None:
     fleet = Fleet(CLOSED_LATE)
     envs = run_virtual(failing(fleet, 2, lanes=1, failures=FailurePolicy("drop", call_s=10.0)))
-    assert envs.faults["leaked_threads"] == 1
-    assert envs.faults["dropped_envs"] == 2 - sum(env.episode > 5 for env in envs._contexts)
+    assert envs.faults == {"restarts": 1, "dropped_envs": 1, "leaked_threads": 1}
+    assert [env.episode > 5 for env in envs._contexts] == [False, True]
 
 
 @pytest.mark.slow
@@ -161,7 +161,8 @@ def test_a_batched_program_that_only_resets_is_an_error() -> None:
 
     async def main() -> None:
         async with vector_training(batched_spec(2), machine(), num_groups=1, program=program) as stage:
-            await stage.run()
+            async with asyncio.timeout(1000.0):  # no segment ever comes
+                await stage.run()
 
     error = the_failure(main())
     assert isinstance(error, ProgramError)

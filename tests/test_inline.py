@@ -26,6 +26,7 @@ from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.fake import CLOSE, CONSTRUCTION, ScriptedEnv
 from ebrl.sim.group import EnvGroup
+from ebrl.sim.programs import rollout
 from ebrl.sim.simulator import construction_lock
 from ebrl.sim.spec import env_spec
 from ebrl.train.evaluate import evaluate
@@ -210,6 +211,29 @@ def test_one_that_fails_is_built_again_and_the_others_go_on(fault: dict[str, Any
     run_virtual(main())
     assert len(made) in (count, count + 1)  # the former where construction has failed
     assert [robot.events.count("closed") for robot in made] == [1] * len(made)
+
+
+class NeverClosed(Robot):
+    async def close(self) -> None:
+        if not self.events:
+            self.events.append("closing")
+            await asyncio.get_running_loop().create_future()
+
+
+@virtually
+async def test_what_hangs_when_it_is_closed_after_a_failure_has_the_time_of_a_call() -> None:
+    made: list[Robot] = []
+
+    def make() -> Robot:
+        made.append(Robot(1.0, length=4) if made else NeverClosed(1.0, length=4, faults={3: "raise"}))
+        return made[-1]
+
+    spec = replace(ROBOT, make=make)
+    async with recording(rollout, spec=spec, batch_size=999, failures=FailurePolicy(call_s=10.0)) as envs:
+        await asyncio.sleep(100.0)
+        assert envs.faults["restarts"] == 2, "for the step, and for closing"
+        assert envs._contexts[0].episode > 5
+    assert (len(made), made[0].events) == (2, ["closing"])
 
 
 @virtually
