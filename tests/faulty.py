@@ -67,6 +67,29 @@ class Faulty(ScriptedEnv):
         return self._fail(self.how, obs)  # type: ignore[arg-type]  # one of its faults
 
 
+class ClosesBadly(Faulty):
+    """Raises in a step, and hangs or raises when it is closed after that."""
+
+    failed = False
+
+    def __init__(self, token: str, then: str) -> None:
+        super().__init__(token, "raise", "step")
+        self.then = then
+
+    def step(self, action: Any) -> Any:
+        try:
+            return super().step(action)
+        except ScriptedFault:
+            self.failed = True
+            raise
+
+    def close(self) -> None:
+        if self.failed and self.then == "raise":
+            raise ScriptedFault("in close")
+        if self.failed:
+            GATE.wait()
+
+
 class BuiltSlowly(Faulty):
     """Raises in a step, and whoever takes its place is not built before a test opens `gate`, a named pipe."""
 

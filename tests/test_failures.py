@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ebrl.core.errors import ConfigError
-from ebrl.sim.failures import HOUR_S, Drop, FailurePolicy, Failures, Restart, Stop
+from ebrl.sim.failures import HOUR_S, Drop, FailurePolicy, Failures, Phase, Restart, Stop
 
 NUM_ENVS = 3
 POLICIES = st.builds(
@@ -107,5 +107,5 @@ def test_a_policy_out_of_range_names_its_field(options: dict[str, Any]) -> None:
 def test_the_shortest_deadline_and_those_of_each_phase() -> None:
     policy = FailurePolicy(build_s=None, reset_s=9.0, call_s=3.0)
     assert policy.shortest_s == 3.0
-    assert [policy.deadline_s(phase) for phase in ("build", "reset", "call")] == [None, 9.0, 3.0]
+    assert [policy.deadline_s(phase) for phase in get_args(Phase)] == [None, 9.0, 3.0, 3.0, 3.0]
     assert FailurePolicy(build_s=None, reset_s=None, call_s=None).shortest_s is None

@@ -219,7 +219,7 @@ def test_the_budget_of_all_is_shared() -> None:
 def test_a_hang_that_is_too_much_names_its_phase() -> None:
     error = spent(Fleet({2: "hang"}), policy=FailurePolicy(per_env=0, call_s=5.0))
     assert isinstance(error, CallTimeout)
-    assert str(error) == "a call has not ended within 5 s"
+    assert str(error) == "a step has not ended within 5 s"
 
 
 def test_raising_ends_the_run_as_it_is_and_hangs_too() -> None:

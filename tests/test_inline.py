@@ -213,6 +213,29 @@ def test_one_that_fails_is_built_again_and_the_others_go_on(fault: dict[str, Any
     assert [robot.events.count("closed") for robot in made] == [1] * len(made)
 
 
+class NeverClosed(Robot):
+    async def close(self) -> None:
+        if not self.events:
+            self.events.append("closing")
+            await asyncio.get_running_loop().create_future()
+
+
+@virtually
+async def test_what_hangs_when_it_is_closed_after_a_failure_has_the_time_of_a_call() -> None:
+    made: list[Robot] = []
+
+    def make() -> Robot:
+        made.append(Robot(1.0, length=4) if made else NeverClosed(1.0, length=4, faults={3: "raise"}))
+        return made[-1]
+
+    spec = replace(ROBOT, make=make)
+    async with recording(rollout, spec=spec, batch_size=999, failures=FailurePolicy(call_s=10.0)) as envs:
+        await asyncio.sleep(100.0)
+        assert envs.faults["restarts"] == 2, "for the step, and for closing"
+        assert envs._contexts[0].episode > 5
+    assert (len(made), made[0].events) == (2, ["closing"])
+
+
 @virtually
 async def test_a_call_that_is_not_awaited_any_more_is_cancelled() -> None:
     robot = Robot(1.0, hang=3, length=50)

@@ -109,7 +109,7 @@ async def given_up(host: ThreadHost, world: World) -> threading.Thread:
     assert await asyncio.to_thread(world.entered.wait, WAIT_S)
     (running,) = host.running()
     assert running.slot is host.slots[0]
-    assert running.phase == {"build": "build", "close": "build", "reset": "reset"}.get(world.place, "call")
+    assert running.phase == world.place
     host.give_up(running, LATE)
     return hung_thread()
 

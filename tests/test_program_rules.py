@@ -16,7 +16,7 @@ from ebrl.core.records import Observation
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy
-from ebrl.sim.fake import ScriptedEnv
+from ebrl.sim.fake import ScriptedEnv, ScriptedFault
 from tests.helpers import STEP_S, assert_sound, leaves, recording, scripted_spec, take, training, virtually
 
 Program = Callable[[EnvContext], Awaitable[None]]
@@ -42,6 +42,49 @@ async def test_a_program_that_does_nothing_is_an_error_and_no_busy_loop() -> Non
         pass
 
     assert "without a single call" in str(await failure(program))
+
+
+@virtually
+async def test_a_program_that_only_resets_is_an_error_and_no_busy_loop() -> None:
+    async def program(env: EnvContext) -> None:
+        await env.reset()
+        await env.call(id)
+
+    async with asyncio.timeout(1000.0):  # no segment ever comes
+        error = await failure(program)
+    assert str(error).startswith("the program returned 100 times in a row without a decision or a step")
+    assert "await env.act_step(obs)" in str(error)
+    assert error.__notes__[0].startswith("env 0 episode 99 ")
+
+
+@virtually
+async def test_a_program_may_only_reset_now_and_then() -> None:
+    async def program(env: EnvContext) -> None:
+        obs, _ = await env.reset()
+        if env.episode % 90 == 89:
+            await env.intervene(np.zeros(2, np.float32)) if env.episode % 180 == 89 else await env.act_step(obs)
+
+    async with recording(program, horizon=4) as envs:
+        await asyncio.sleep(1000 * STEP_S)
+        assert envs._contexts[0].episode > 400
+
+
+@virtually
+async def test_a_program_whose_simulator_does_not_let_it_act_is_not_to_blame() -> None:
+    num_failed = 0
+
+    async def program(env: EnvContext) -> None:
+        nonlocal num_failed
+        try:
+            await env.reset()
+        except ScriptedFault:
+            num_failed += 1
+
+    spec = scripted_spec(faults={0: "raise"})
+    async with recording(program, spec=spec, failures=FailurePolicy(per_env=None, backoff_s=0.0)) as envs:
+        await asyncio.sleep(1000 * STEP_S)
+        assert num_failed > 200
+        assert envs.faults["restarts"] >= num_failed - 1
 
 
 @virtually

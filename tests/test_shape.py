@@ -14,6 +14,7 @@ from tests.helpers import ROOT
 LIBRARY = sorted((ROOT / "ebrl").rglob("*.py"))
 OTHERS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
 BORDERS = {
+    "core/errors.py",
     "core/lanes.py",
     "sim/hosts.py",
     "sim/inline.py",

@@ -23,9 +23,12 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from numbers import Integral, Real
 from typing import Any, get_args
+
+logger = logging.getLogger("ebrl")
 
 MOST = 2**53
 """Units of anything: floats count that far."""
@@ -161,3 +164,11 @@ def in_short(error: BaseException) -> str:
     """Return one line for an error of another library that may have many: what it is about, and the first of what."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]).rstrip(".") or repr(error)
+
+
+def note(error: BaseException, text: str) -> None:
+    """Say more about an error: in a note, or in the log where it takes none (a frozen dataclass does not)."""
+    try:
+        error.add_note(text)
+    except Exception:  # the border: an exception is user code, too
+        logger.error("%r takes no notes, so here: %s", error, text)

@@ -6,6 +6,7 @@ Imports neither torch nor anything of a user interface, so that it starts fast a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ebrl.core.errors import IN_CHILD, SimulatorError
+from ebrl.core.errors import IN_CHILD, SimulatorError, note
 from ebrl.core.records import EnvSpec, StepResult
 from ebrl.sim.border import SCALARS
 from ebrl.sim.shm import BUILD, CALL, CLOSE, CONTROL, FRAME, HEADER, PLAIN, RESET, STEP, Rows, frame, frame_end
@@ -90,13 +91,14 @@ class Worker:
 
     def run(self) -> None:
         """Begin, serve until the parent hangs up, close."""
-        payload = self._attempt(self._begin)
-        self._sock.sendall(CONTROL.to_bytes(2, "little") + frame(payload))
+        say(self._sock, self._attempt(self._begin))
         try:
             self._serve()
         finally:
             for row in range(len(self._sims)):
-                self._attempt(partial(self._close, row))
+                payload = self._attempt(partial(self._close, row))
+                with contextlib.suppress(ConnectionError):  # the parent is gone; the others are closed all the same
+                    say(self._sock, payload)
 
     def _begin(self) -> None:
         self._order = pickle.loads(self._read_frame())
@@ -106,7 +108,6 @@ class Worker:
         self._sims = [None] * len(self._specs)
 
     def _build(self, row: int) -> None:
-        self._attempt(partial(self._close, row))  # one that failed: an error in that is no news
         self._sims[row] = Simulator(self._specs[row])
         if None not in self._sims:
             gc.unfreeze()
@@ -226,6 +227,11 @@ class Worker:
         self._out.clear()
 
 
+def say(sock: socket.socket, payload: bytes) -> None:
+    """Tell the parent what is no answer to an operation: that all is imported, and how each simulator was closed."""
+    sock.sendall(CONTROL.to_bytes(2, "little") + frame(payload))
+
+
 def built(sim: Simulator | None) -> Simulator:
     """Return a simulator that is there.
 
@@ -259,7 +265,7 @@ def unpack(payload: bytes) -> tuple[Any, BaseException | None]:
         if not isinstance(value, Failure):
             return value, None
         error = SimulatorError(value.summary) if value.error is None else pickle.loads(value.error)
-        error.add_note(f"in the simulator's process:\n{value.text.rstrip()}")
+        note(error, f"in the simulator's process:\n{value.text.rstrip()}")
     except Exception as broken:  # the border of the process: whatever unpickling a user's object raises
         return None, broken
     return None, error

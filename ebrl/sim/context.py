@@ -53,7 +53,7 @@ class EnvContext:
         self.rng: np.random.Generator = stream(group.seed, Domain.PROGRAM, *key)
         self.slot = slot  # from here on for the group and for requests
         self.recorder = recorder
-        self.num_calls = 0
+        self.num_calls = self.num_asides = 0
         self.resumed: SavedEnv | None = None  # whose episode the first reset has to bring back
         self.others: dict[str, Other] = {}  # by name of the actor
         self.reported = -1  # episode that was counted before the resume, and ends again
@@ -113,6 +113,7 @@ class EnvContext:
             _refuse(self, "reset")
         self._busy = "reset"
         self.num_calls += 1
+        self.num_asides += 1
         try:
             if self.resumed is None:
                 self.finish_episode()
@@ -264,6 +265,7 @@ class EnvContext:
             _refuse(self, "call")
         self._busy = "call"
         self.num_calls += 1
+        self.num_asides += 1
         self._group.spares.keep(self)
         if self.recorder.log is not None:
             self.recorder.log.called = True

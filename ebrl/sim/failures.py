@@ -14,8 +14,8 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from ebrl.core.errors import MOST, ConfigError, amount, is_a, whole
 
-Phase: TypeAlias = Literal["build", "reset", "call"]
-"""What a simulator does: a step is a call, too."""
+Phase: TypeAlias = Literal["build", "reset", "step", "call", "close"]
+"""What a simulator does."""
 
 Action: TypeAlias = Literal["restart", "drop", "raise"]
 
@@ -37,7 +37,7 @@ class FailurePolicy:
         build_s: Seconds that building may take. This and the other two are looked at now and then, so that a call is
             given up up to a quarter later. None: for ever.
         reset_s: Seconds that a reset may take.
-        call_s: Seconds that a step (of a whole chunk) or `EnvContext.call` may take.
+        call_s: Seconds that a step (of a whole chunk), an `EnvContext.call`, or closing what failed may take.
         per_env: Restarts of one environment, or of one batched simulator, within an hour; with one more the run saves
             and ends. None: any number.
         per_hour: Likewise of all environments of the group.
@@ -77,7 +77,7 @@ class FailurePolicy:
 
     def deadline_s(self, phase: Phase) -> float | None:
         """Return how long a call may take; None: for ever."""
-        return {"build": self.build_s, "reset": self.reset_s, "call": self.call_s}[phase]
+        return {"build": self.build_s, "reset": self.reset_s}.get(phase, self.call_s)
 
     @property
     def shortest_s(self) -> float | None:

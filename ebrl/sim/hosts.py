@@ -64,7 +64,7 @@ class Slot(Protocol):
         """See `ebrl.sim.simulator.Simulator.call`; `fn` and what it returns are pickled for a process host."""
 
     def build(self) -> asyncio.Future[None]:
-        """Make the simulator, after closing the one before, behind whatever runs."""
+        """Close the simulator before, if there is one, and then make one, behind whatever runs: two calls."""
 
     def retire(self) -> None:
         """Close the simulator for good."""
@@ -187,7 +187,7 @@ class ThreadSlot:
         self._times = times
         self._due = times.due
         self._moving = threading.Lock()
-        self._phases: WeakKeyDictionary[asyncio.Future[Any], Phase] = WeakKeyDictionary()  # of calls that are no "call"
+        self._phases: WeakKeyDictionary[asyncio.Future[Any], Phase] = WeakKeyDictionary()  # of calls that are no steps
         self.env = env
         self.future: asyncio.Future[Any] | None = None  # of the call that was made last
         self.innocent = False
@@ -221,26 +221,31 @@ class ThreadSlot:
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `Slot`."""
         self.future = future
+        self._phases[future] = "call"
         self.lane.submit(future, self.simulator.call, fn)
 
     def build(self) -> asyncio.Future[None]:
         """See `Slot`."""
         self.innocent, self.lost = False, None
+        if self.built:
+            self.start_close().add_done_callback(heed)  # it has failed, and so an error in that is no news
         self.future = future = self.lane.run(self._build, self.lane, n=0)
         self._phases[future] = "build"
         return future
 
     def retire(self) -> None:
         """See `Slot`."""
-        self.start_close().add_done_callback(heed)
+        self.start_close().add_done_callback(look_closed)
 
     def start_close(self) -> asyncio.Future[None]:
         """Queue the end of the simulator, if there is one, behind whatever runs."""
-        return self.lane.run(self._close, self.lane, n=0)
+        future = self.lane.run(self._close, self.lane, n=0)
+        self._phases[future] = "close"
+        return future
 
     def phase(self, future: asyncio.Future[Any]) -> Phase:
         """Return what kind of call a future is of."""
-        return self._phases.get(future, "call")
+        return self._phases.get(future, "step")
 
     def lose(self, lane: Lane, error: SimulatorError, innocent: bool) -> Blocking:
         """Go on with another lane, and without a simulator: the thread of the one before does not return.
@@ -265,7 +270,6 @@ class ThreadSlot:
         return self._times.step(self.simulator, actions, finite)
 
     def _build(self, lane: Lane) -> None:
-        close_failed(self._take(lane, "the simulator was not built"))
         if self.lane is not lane:
             return
         made = self._kind(self._spec)
@@ -276,17 +280,12 @@ class ThreadSlot:
         close_failed(made)  # a simulator belongs to one thread
 
     def _close(self, lane: Lane) -> None:
-        self._take(lane, "the simulator is closed").close()
-
-    def _take(self, lane: Lane, instead: str) -> Blocking:
-        """Return the simulator, to be closed; none where the lane was given up meanwhile."""
-        missing = Missing(SimulatorError(instead))
         with self._moving:
             if self.lane is not lane:
-                return missing
+                return
             simulator = self.simulator
-            self._move(lane, missing)
-        return simulator
+            self._move(lane, Missing(SimulatorError("the simulator is closed")))
+        simulator.close()
 
     def _move(self, lane: Lane, instead: Missing) -> None:
         self.lane = lane
@@ -303,6 +302,17 @@ def close_failed(*simulators: Blocking) -> None:
             simulator.close()
         except Exception as error:  # the border: whatever user code raises
             logger.debug("a simulator that is replaced could not be closed: %r", error)
+
+
+def tell_unclosed(error: BaseException) -> None:
+    """A simulator has ended for good, and not well."""
+    logger.warning("a simulator could not be closed: %r", error)
+
+
+def look_closed(closing: asyncio.Future[None]) -> None:
+    """A simulator has ended for good: say so where it did not end well."""
+    if not closing.cancelled() and (error := closing.exception()) is not None:
+        tell_unclosed(error)
 
 
 class ThreadHost:
@@ -399,5 +409,5 @@ class ThreadHost:
         unclosed = [s.lane_name for s, future in zip(self.slots, closing, strict=True) if future.cancelled()]
         broken = [f"{s.lane_name} (close failed)" for s, f in zip(self.slots, closing, strict=True) if f in failed]
         for future in failed:
-            logger.warning("a simulator could not be closed: %r", future.exception())
+            look_closed(future)
         return list(dict.fromkeys([*lost, *unclosed, *broken]))

@@ -18,7 +18,7 @@ from ebrl.core.errors import EbrlError, SimulatorError
 from ebrl.core.records import Array, EnvSpec, StepResult
 from ebrl.sim.awaited import AwaitedSimulator
 from ebrl.sim.failures import Phase
-from ebrl.sim.hosts import Reset, Running, open_all
+from ebrl.sim.hosts import Reset, Running, look_closed, open_all
 from ebrl.sim.link import complete, heed
 from ebrl.sim.simulator import Missing
 from ebrl.sim.times import CallTimes
@@ -53,7 +53,7 @@ class InlineSlot:
 
     def step(self, future: asyncio.Future[StepResult], actions: Array, finite: bool = False) -> None:
         """See `Slot`."""
-        self._start(future, "call", lambda: self._step(actions, finite))
+        self._start(future, "step", lambda: self._step(actions, finite))
 
     def call(self, future: asyncio.Future[Any], fn: Callable[[Any], Any]) -> None:
         """See `Slot`; what `fn` returns is awaited where that is possible."""
@@ -62,18 +62,20 @@ class InlineSlot:
     def build(self) -> asyncio.Future[None]:
         """See `Slot`."""
         self.lost = None
+        if self.built:
+            self.start_close().add_done_callback(heed)  # it has failed, and so an error in that is no news
         future: asyncio.Future[None] = self._loop.create_future()
         self._start(future, "build", self._build)
         return future
 
     def retire(self) -> None:
         """See `Slot`."""
-        self.start_close().add_done_callback(heed)
+        self.start_close().add_done_callback(look_closed)
 
     def start_close(self) -> asyncio.Future[None]:
         """Queue the end of the simulator, if there is one, behind whatever runs."""
         future: asyncio.Future[None] = self._loop.create_future()
-        self._start(future, "call", self._close)
+        self._start(future, "close", self._close)
         return future
 
     def lose(self, error: SimulatorError) -> None:
@@ -142,9 +144,6 @@ class InlineSlot:
         return result
 
     async def _build(self) -> None:
-        simulator, self._simulator, self.built = self._simulator, None, False
-        if simulator is not None:
-            await _close_failed(simulator)
         made = await AwaitedSimulator.build(self._spec)
         if _is_current(self):
             self._simulator, self.built = made, True

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from ebrl.core.errors import ProgramError
+from ebrl.core.errors import ProgramError, note
 from ebrl.sim.recovery import Failing
+
+IDLE: Final = 100  # times in a row that a program may come back without having acted
 
 
 class Living(Failing, Protocol):
@@ -16,9 +18,11 @@ class Living(Failing, Protocol):
 
     Attributes:
         num_calls: Of its methods, so far.
+        num_asides: Those of them that neither ask the policy nor step.
     """
 
     num_calls: int
+    num_asides: int
 
     def finish_episode(self) -> None:
         """Close what is open: the program has returned."""
@@ -31,12 +35,12 @@ async def live(program: Callable[[E], Awaitable[None]], env: E) -> None:
     """Call a program until it is cancelled or raises; failures of its simulator are survived (`ebrl.sim.recovery`).
 
     Raises:
-        ProgramError: It is no coroutine function, or called nothing.
+        ProgramError: It is no coroutine function, called nothing, or never acts.
         Exception: What else it raised, with a note that says where.
     """
-    recovery = env.recovery
+    recovery, num_idle = env.recovery, 0
     while True:
-        before = env.num_calls
+        before, acted = env.num_calls, env.num_calls - env.num_asides
         try:
             running: object = program(env)
             if not isawaitable(running):
@@ -49,6 +53,15 @@ async def live(program: Callable[[E], Awaitable[None]], env: E) -> None:
                 raise ProgramError(
                     "the program returned without a single call of its environment: it would be called again "
                     "for ever; await env.reset() in it"
+                )
+            if env.num_calls - env.num_asides > acted:
+                num_idle = 0
+            elif env.fault is None:  # otherwise it had no simulator that it could have acted in
+                num_idle += 1
+            if num_idle == IDLE:
+                raise ProgramError(
+                    f"the program returned {IDLE} times in a row without a decision or a step, and would go on so: "
+                    "after env.reset(), await env.act_step(obs), or act, step or intervene"
                 )
         except asyncio.CancelledError as error:
             if env.index in recovery.dropped:
@@ -73,4 +86,4 @@ def _note(error: BaseException, where: str) -> None:
         for part in error.exceptions:
             _note(part, where)
     else:
-        error.add_note(where)
+        note(error, where)

@@ -21,7 +21,7 @@ from ebrl.core.records import Array, EnvSpec, Observation, StepResult
 from ebrl.sim.border import SUCCESS, ActionReader
 from ebrl.sim.child import unpack
 from ebrl.sim.failures import Phase
-from ebrl.sim.hosts import Reset, Running, Slot, open_all
+from ebrl.sim.hosts import Reset, Running, Slot, look_closed, open_all, tell_unclosed
 from ebrl.sim.link import KILL_S, Link, OutOfReach, complete, heed, make_order, packed
 from ebrl.sim.shm import (
     BUILD,
@@ -43,7 +43,7 @@ from ebrl.sim.times import CallTimes
 
 logger = logging.getLogger("ebrl")
 
-PHASES: dict[int, Phase] = {BUILD: "build", RESET: "reset"}
+PHASES: dict[int, Phase] = {BUILD: "build", RESET: "reset", STEP: "step", CALL: "call", CLOSE: "close"}
 
 
 class Operation:
@@ -110,14 +110,14 @@ class ProcessSlot:
         self.innocent, self.lost = False, None
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         future.add_done_callback(self._note_built)
-        self._host.when_ready(future, lambda: self._post(Operation(self, future, BUILD)))
+        self._host.when_ready(future, lambda: self._build(future))
         return future
 
     def retire(self) -> None:
         """See `Slot`."""
         if self.built:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            future.add_done_callback(self._note_closed)
+            future.add_done_callback(self._note_retired)
             self._post(Operation(self, future, CLOSE))
 
     def lose(self, error: EbrlError, innocent: bool) -> None:
@@ -144,12 +144,22 @@ class ProcessSlot:
         elif self._host.post(operation):
             self.current = operation
 
+    def _build(self, future: asyncio.Future[None]) -> None:
+        if self.built:
+            closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            closing.add_done_callback(heed)  # it has failed, and so an error in that is no news
+            self._post(Operation(self, closing, CLOSE))
+        self._post(Operation(self, future, BUILD))
+
     def _note_built(self, future: asyncio.Future[None]) -> None:
         self.built = not future.cancelled() and future.exception() is None
 
-    def _note_closed(self, future: asyncio.Future[None]) -> None:
-        heed(future)
+    def _note_retired(self, future: asyncio.Future[None]) -> None:
         self.built = False
+        if self.lost is None:
+            look_closed(future)
+        else:  # it went with its process
+            heed(future)
 
 
 class ProcessHost:
@@ -255,7 +265,7 @@ class ProcessHost:
             operation = next((slot.current for slot in self.slots if slot.current is not None), None)
         if operation is None:
             return []
-        return [Running(self, operation, PHASES.get(operation.code, "call"), operation.slot if row >= 0 else None)]
+        return [Running(self, operation, PHASES[operation.code], operation.slot if row >= 0 else None)]
 
     def give_up(self, running: Running, error: SimulatorError) -> None:
         """See `SimHost`: the process is killed."""
@@ -356,7 +366,10 @@ class ProcessHost:
                 value, error = unpack(bytes(data[at + 2 + HEADER.size : end]))
                 at = end
                 if index == CONTROL:
-                    self._begin(error)
+                    if not self._ready.done():
+                        self._begin(error)
+                    elif error is not None:  # it ends, and has closed a simulator
+                        tell_unclosed(error)
                     continue
                 operation = slots[index].current
                 assert operation is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from ebrl.core.errors import CallTimeout, Closed, EbrlError, InvalidAction, SimulatorError
+from ebrl.core.errors import CallTimeout, Closed, EbrlError, InvalidAction, SimulatorError, note
 from ebrl.core.protocols import Machine
 from ebrl.core.records import Array
 from ebrl.core.runtime import Runtime
@@ -53,7 +54,7 @@ class Rebuilt(Protocol):
     lost: EbrlError | None
 
     def build(self) -> asyncio.Future[None]:
-        """Make the simulator, after closing the one before, behind whatever runs."""
+        """See `ebrl.sim.hosts.Slot.build`."""
 
     def retire(self) -> None:
         """Close the simulator for good."""
@@ -126,7 +127,11 @@ def is_fault(error: BaseException) -> bool:
 
 
 def blame(
-    env: Failing, error: BaseException, future: asyncio.Future[Any], told: Callable[[], Array | None] = lambda: None
+    env: Failing,
+    error: BaseException,
+    future: asyncio.Future[Any],
+    told: Callable[[], Array | None] = lambda: None,
+    where: str | None = None,
 ) -> bool:
     """A call of `env` has raised: note it where it was its simulator.
 
@@ -135,13 +140,14 @@ def blame(
         error: What was raised.
         future: Of the call: an error that did not come through it is not the simulator's.
         told: Returns the action that the simulator was told last.
+        where: It happened, if not in the episode that runs.
 
     Returns:
         Whether the simulator has failed and is not to be used again, and the run goes on.
     """
     if not is_fault(error) or not future.done() or future.cancelled() or future.exception() is not error:
         return False
-    env.raised = _fault(env, error, told())
+    env.raised = _fault(env, error, told(), where)
     return env.recovery.policy.action != "raise"
 
 
@@ -191,6 +197,7 @@ class Recovery:
         self._scope: Scope
         self._watch: Watch | None = None
         self._stopping = False
+        self._kinds: set[tuple[type[BaseException], str]] = set()  # of errors whose stack was told
 
     def begin(self, name: str, runtime: Runtime, scope: Scope, hosts: Sequence[Watched]) -> None:
         """The group serves.
@@ -302,7 +309,7 @@ class Recovery:
         error = building.exception()
         if error is None:
             env.fault = env.raised = None  # what they hold, tracebacks and all, is not needed any more
-        elif blame(env, error, building):
+        elif blame(env, error, building, where=f"{self._what} {env.index}, while it was built"):
             env.fault = env.raised
 
     async def _wait(self, env: Failing, fault: Fault) -> None:
@@ -311,7 +318,7 @@ class Recovery:
             verdict = self._failures.decide(env.index, loop.time(), charged=not fault.innocent)
             if isinstance(verdict, Restart):
                 fault.until_s = loop.time() + verdict.after_s
-                tell(self._name, self.counts()["restarts"], fault, verdict.after_s)
+                tell(self, fault, verdict.after_s)
             else:
                 fault.until_s = math.inf
                 if isinstance(verdict, Drop):
@@ -326,8 +333,9 @@ class Recovery:
     def _drop(self, env: Failing, fault: Fault) -> None:
         left = len(self._failures.tasks) - len(self.dropped)
         logger.warning(
-            "%s: %s %d is dropped, %d go on: %r [%s]", self._name, self._what, env.index, left, fault.error, fault.where
-        )
+            "%s: %s %d is dropped, %d go on: %r [%s]",
+            self._name, self._what, env.index, left, fault.error, fault.where, exc_info=stack_if_new(self, fault.error),
+        )  # fmt: skip
         env.slot.retire()
         assert env.running is not None
         env.running.cancel()
@@ -339,13 +347,13 @@ class Recovery:
 
     async def _save_and_raise(self, fault: Fault, verdict: Stop) -> None:
         error = fault.error
-        error.add_note(fault.where)
-        error.add_note(verdict.reason)
+        note(error, fault.where)
+        note(error, verdict.reason)
         for name, save in self._runtime.before_failing.items():
             try:
                 await save()
             except EbrlError as failed:
-                error.add_note(f"{name} could not be saved: {failed}")
+                note(error, f"{name} could not be saved: {failed}")
         raise error
 
 
@@ -405,20 +413,31 @@ class Watch:
             host.give_up(running, CallTimeout(f"a {running.phase} has not ended within {deadline_s:g} s"))
 
 
-def tell(name: str, num: int, fault: Fault, after_s: float) -> None:
-    """Log the restart number `num` of a group, in `after_s`; the first ones all, and later ones rarely."""
+def tell(recovery: Recovery, fault: Fault, after_s: float) -> None:
+    """Log the last restart of a group, in `after_s`; the first ones all, and later ones rarely."""
+    num = recovery.counts()["restarts"]
     loud = num <= TOLD or num & (num - 1) == 0
     logger.log(
         logging.WARNING if loud else logging.DEBUG,
         "%s: restart %d, in %.3g s: %s%r [%s]",
-        name, num, after_s, "lost with another one: " if fault.innocent else "", fault.error, fault.where,
+        recovery._name, num, after_s, "lost with another one: " if fault.innocent else "", fault.error, fault.where,
+        exc_info=stack_if_new(recovery, fault.error) if loud else None,
     )  # fmt: skip
 
 
-def _fault(env: Failing, error: BaseException, action: Array | None) -> Fault:
+def stack_if_new(recovery: Recovery, error: BaseException) -> BaseException | None:
+    """Return an error whose stack is worth its room in the log: no other of its type has said the same."""
+    kind = type(error), traceback.format_exception_only(error)[0]  # copes with what raises when it is printed
+    if kind in recovery._kinds:
+        return None
+    recovery._kinds.add(kind)
+    return error
+
+
+def _fault(env: Failing, error: BaseException, action: Array | None, where: str | None = None) -> Fault:
     text = "none" if action is None else np.array2string(np.asarray(action), precision=4, threshold=16, separator=", ")
-    where = f"{env.where()} last action {' '.join(text.split())}"
-    return Fault(error, where, env.slot.innocent and not env.slot.built)
+    place = where or f"{env.where()} last action {' '.join(text.split())}"
+    return Fault(error, place, env.slot.innocent and not env.slot.built)
 
 
 def _consists_of(error: BaseException, part: BaseException) -> bool:

@@ -6,7 +6,7 @@ sends it back.
 
 On the socket: two-byte row numbers, both ways. A number is followed by a frame (eight bytes of length, then a pickle)
 where the row's `op` is `CALL`, or on the way back its `status` is `FRAME`; and always after `CONTROL`, with which the
-parent says what there is to do, and the child that it can begin.
+parent says what there is to do, and the child that it can begin and, in the end, how it closed each simulator.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from ebrl.sim.failures import FailurePolicy, Failures, Restart
 from ebrl.sim.hosts import Reset, SimHost, Slot
 from ebrl.sim.link import heed
 from ebrl.sim.placement import slots_of
-from ebrl.sim.recovery import Fault, is_fault, tell
+from ebrl.sim.recovery import Fault, is_fault, stack_if_new, tell
 
 if TYPE_CHECKING:
     from ebrl.sim.context import EnvContext
@@ -243,9 +243,12 @@ class Spares:
             verdict = self._failures.decide(spare.number, now_s, charged=not fault.innocent)
             if isinstance(verdict, Restart):
                 recovery.num_spare_restarts += 1
-                tell(self._group.name, recovery.counts()["restarts"], fault, verdict.after_s)
+                tell(recovery, fault, verdict.after_s)
                 return now_s + verdict.after_s
-        logger.warning("%s: spare %d is given up, and the run goes on: %r", self._group.name, spare.number, error)
+        logger.warning(
+            "%s: spare %d is given up, and the run goes on: %r", self._group.name, spare.number, error,
+            exc_info=stack_if_new(recovery, error),
+        )  # fmt: skip
         return math.inf
 
     def _was_built(self, spare: Spare, building: asyncio.Future[None]) -> None:

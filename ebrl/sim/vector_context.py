@@ -67,7 +67,7 @@ class VectorContext:
         self.rng: np.random.Generator = stream(group.seed, Domain.PROGRAM, key, first)
         self.num_steps = 0
         self.slot = slot  # where it runs; from here on for the group, and for whoever builds the simulator again
-        self.num_calls = 0
+        self.num_calls = self.num_asides = 0
         self.running: asyncio.Task[None] | None = None  # its program, again and again
         self.raised: Fault | None = None  # by its simulator, last
         self.fault: Fault | None = None  # because of which the simulator is to be built anew
@@ -135,6 +135,7 @@ class VectorContext:
         chosen = _chosen(self, mask)
         self._busy = "reset"
         self.num_calls += 1
+        self.num_asides += 1
         future: asyncio.Future[tuple[Observation, dict[str, Any]]] = self._loop.create_future()
         info: dict[str, Any] = {}
         seeds: dict[int, int] = {}
@@ -254,6 +255,7 @@ class VectorContext:
         _check_free(self, "call")
         self._busy = "call"
         self.num_calls += 1
+        self.num_asides += 1
         future: asyncio.Future[T] = self._loop.create_future()
         try:
             if not self.slot.built:
