@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ebrl.core.errors import EbrlError, SimulatorError
+from ebrl.core.futures import heed
 from ebrl.core.lanes import Call
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Lane, Machine
 from ebrl.core.records import Array, EnvSpec, Observation, StepResult
 from ebrl.sim.failures import Phase
-from ebrl.sim.link import heed
 from ebrl.sim.simulator import Missing, Simulator, construction_lock
 from ebrl.sim.times import SAMPLE_EVERY, CallTimes
 

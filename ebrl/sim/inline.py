@@ -15,11 +15,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ebrl.core.errors import EbrlError, SimulatorError
+from ebrl.core.futures import complete, heed
 from ebrl.core.records import Array, EnvSpec, StepResult
 from ebrl.sim.awaited import AwaitedSimulator
 from ebrl.sim.failures import Phase
 from ebrl.sim.hosts import Reset, Running, look_closed, open_all
-from ebrl.sim.link import complete, heed
 from ebrl.sim.simulator import Missing
 from ebrl.sim.times import CallTimes
 

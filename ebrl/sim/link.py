@@ -18,7 +18,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ebrl.core.errors import IN_CHILD, UNGUARDED, ConfigError, EbrlError, HostDied, SimulatorError
+from ebrl.core.errors import IN_CHILD, UNGUARDED, ConfigError, EbrlError, HostDied
+from ebrl.core.futures import heed
 from ebrl.core.protocols import Lane
 from ebrl.core.records import EnvSpec
 from ebrl.sim import child
@@ -247,6 +248,12 @@ def packed(value: Any, what: str) -> bytes:
     return data
 
 
+def not_found(name: str, error: Exception) -> OutOfReach:
+    """Return what the child of a host says that cannot find what it is to build."""
+    out = 'at the top of a module, outside of if __name__ == "__main__", or pass host="thread"'
+    return OutOfReach(f"{name}: its process cannot find what it needs ({error}): define it {out}")
+
+
 def _hidden_main() -> str | None:
     """Return what runs where a child cannot import it; None: it can."""
     main = sys.modules["__main__"]
@@ -264,21 +271,3 @@ def wait_for(process: subprocess.Popen[bytes]) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
-
-
-def heed(future: asyncio.Future[Any]) -> None:
-    """Look at what became of a future that perhaps nobody awaits, so that nobody complains."""
-    if not future.cancelled():
-        future.exception()
-
-
-def complete(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    """Give a result to whoever still waits for it."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    elif isinstance(error, StopIteration):  # a future refuses it
-        future.set_exception(SimulatorError(f"{error!r} left a simulator"))
-    else:
-        future.set_exception(error)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ebrl.core.errors import Closed, ConfigError, EbrlError, HostDied, InvalidData, SimulatorError
+from ebrl.core.futures import complete, heed
 from ebrl.core.lanes import Mailbox
 from ebrl.core.leases import Lender
 from ebrl.core.protocols import Machine
@@ -22,7 +23,7 @@ from ebrl.sim.border import SUCCESS, ActionReader
 from ebrl.sim.child import unpack
 from ebrl.sim.failures import Phase
 from ebrl.sim.hosts import Reset, Running, Slot, look_closed, open_all, tell_unclosed
-from ebrl.sim.link import KILL_S, Link, OutOfReach, complete, heed, make_order, packed
+from ebrl.sim.link import KILL_S, Link, make_order, not_found, packed
 from ebrl.sim.shm import (
     BUILD,
     CALL,
@@ -319,8 +320,7 @@ class ProcessHost:
             complete(self._ready, None, None)
         elif self._given_up is None and self._link is not None:
             if isinstance(error, AttributeError | ImportError):  # of pickle; it would be so again and again
-                out = 'at the top of a module, outside of if __name__ == "__main__", or pass host="thread"'
-                error = OutOfReach(f"{self.name}: its process cannot find what it needs ({error}): define it {out}")
+                error = not_found(self.name, error)
             elif not isinstance(error, EbrlError):
                 error = another(error, HostDied(f"the process of {self.name} could not begin: {error!r}"))
             self._given_up = error, None

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ebrl.core.futures import heed
 from ebrl.core.records import EnvSpec
 from ebrl.sim.failures import FailurePolicy, Failures, Restart
 from ebrl.sim.hosts import Reset, SimHost, Slot
-from ebrl.sim.link import heed
 from ebrl.sim.placement import slots_of
 from ebrl.sim.recovery import Fault, is_fault, stack_if_new, tell
 

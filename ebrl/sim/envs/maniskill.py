@@ -64,7 +64,7 @@ def can_draw() -> bool:
         for module in loaded:  # some have names of their own for it, if somebody has imported ManiSkill before
             if getattr(module, "RenderMaterial", None) is material:
                 module.RenderMaterial = Blank
-            if hasattr(module, "RenderTexture2D"):
+            if "RenderTexture2D" in vars(module):
                 module.RenderTexture2D = _nothing
         return False
     return True
