@@ -31,7 +31,7 @@ class Gate:
         success: The score is the rate of success; else the mean return.
         latest: Episodes that a point of the curve is the mean of.
         episodes: Of the evaluation, for each task.
-        memory_size: Of the policy.
+        memory_size: Of actor and critic each.
         lags: Values of `max_lag`.
         seeds: Runs of each, which must all pass.
         full: Only with ``--full``, or when asked for by name.
