@@ -145,13 +145,11 @@ def test_actor_and_critic_remember_apart(spec: EnvSpec) -> None:
     segment = episode([policy] * 4)
     ppo = make_ppo(policy, 4)
     rollout = ppo.collate(TrainBatch([segment], 0))
-    first = {name: x[:1] for name, x in rollout.observations.items()}, {name: x[:1] for name, x in rollout.aux.items()}
-    for scores in (ppo.evaluate(rollout, torch.arange(4)), policy.evaluate(*first)):
-        for x, mine, others in zip(
-            scores[:2],
-            (policy.actor_unit, policy.critic_unit),
-            (policy.critic_unit, policy.actor_unit),
-            strict=True,
+    observations, aux = ({name: x[:1] for name, x in y.items()} for y in (rollout.observations, rollout.aux))
+    for log_prob, value, _ in (ppo.evaluate(rollout, torch.arange(4)), policy.evaluate(observations, aux)):
+        for x, mine, others in (
+            (log_prob, policy.actor_unit, policy.critic_unit),
+            (value, policy.critic_unit, policy.actor_unit),
         ):
             policy.zero_grad()
             x.sum().backward(retain_graph=True)
