@@ -152,7 +152,7 @@ def test_actor_and_critic_remember_apart(spec: EnvSpec) -> None:
             (value, policy.critic_unit, policy.actor_unit),
         ):
             policy.zero_grad()
-            x.sum().backward(retain_graph=True)
+            x.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
             assert all(p.grad is None for p in others.parameters()), "what one learns leaves the other alone"
             assert any(p.grad is not None and p.grad.abs().max() > 0 for p in mine.parameters())
 

@@ -82,7 +82,8 @@ class RecurrentPolicy(TorchPolicy):
 
     def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Score samples again, with the memory that was stored; see `ebrl.core.protocols.Policy.evaluate`."""
-        return self._score(*self._remember(batch, aux[MEMORY]), aux)
+        actor, critic = self._remember(batch, aux[MEMORY])
+        return self._score(actor, critic, aux)
 
     def unroll(
         self, batch: dict[str, Tensor], aux: dict[str, Tensor], lengths: Sequence[int]
