@@ -6,7 +6,7 @@ over 20 episodes after 100,000 steps (rl-baselines3-zoo: 500 +- 0) and InvertedP
 the return curve at lag 1 and 2 is at least 0.8 of that at lag 0, over five seeds.
 
 With ``--full`` also CartPole with hidden velocities, where the policy has to remember (400 after 100,000; the zoo's
-recurrent PPO: 500 +- 0, with the same settings), Reacher-v5 (-6 after 300,000), HalfCheetah-v5 (CleanRL's 1442 after a
+recurrent PPO: 500 +- 0, with the same options), Reacher-v5 (-6 after 300,000), HalfCheetah-v5 (CleanRL's 1442 after a
 million), Meta-World push-v3 (success 0.85 on 100 seeds) and all ten tasks of MT10 with one policy, whose rates are
 printed. Stable-Baselines3 runs beside them with the same settings and seeds, where it has the algorithm; all have five
 seeds then, and are compared by interquartile means with 95 % bootstrap intervals (Agarwal et al. 2021,

@@ -170,7 +170,7 @@ def test_default_policy() -> None:
         policy = default_policy(spec, memory_size=5, hidden=(3,))
         assert isinstance(policy, RecurrentPolicy)
         assert isinstance(policy.head, head)
-        assert policy.memory_size == 5
+        assert policy.memory_size == 10, "5 of the actor, 5 of the critic"
     with pytest.raises(ConfigError, match=r"horizon=2: Toy-v0 has discrete actions"):
         default_policy(make_spec(CHOICE), horizon=2)
     with pytest.raises(ConfigError, match=r"horizon=2: Toy-v0 has discrete actions"):

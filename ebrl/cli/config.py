@@ -37,7 +37,7 @@ class TrainConfig:
         lanes: Threads or processes that share them; default: one thread each, or one process per core.
         spares: Further simulators that are reset ahead, at most as many as there are environments: for slow resets.
         hidden: Widths of the policy's hidden layers.
-        memory_size: Numbers that the policy remembers within an episode; 0: none.
+        memory_size: Numbers that actor and critic remember each within an episode; 0: none.
         normalize_obs: Scale observations by running statistics.
         ppo: Options of the learner.
         updates: Updates at most, those before a resume included; default: 200, or what the resumed run was told.
@@ -197,7 +197,7 @@ class ProbeConfig:
         host: Where simulators run, or ``auto``, as for ``ebrl train``; default: what the environment wants.
         policy: Measure also the policy that ``ebrl train`` would begin with in this environment.
         hidden: Widths of the hidden layers of that policy; default: those of ``ebrl train``.
-        memory_size: Numbers that it remembers; default: none.
+        memory_size: Numbers that its actor and critic remember each; default: none.
         max_batch: Most rows of a batch; default: 64.
         seconds: That simulators are measured for, and so long the policy.
         seed: Of episodes, actions and observations.

@@ -29,7 +29,7 @@ def default_policy(
         spec: Of the environment.
         hidden: Widths of the hidden layers.
         horizon: H, actions in one chunk; 1 for discrete actions.
-        memory_size: M, numbers that it remembers within an episode; 0: none.
+        memory_size: M, numbers that actor and critic remember each within an episode; 0: none.
         normalize: Scale observations by running statistics.
         seed: Of the weights.
 
