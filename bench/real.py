@@ -26,6 +26,7 @@ from ebrl.core.machine import LocalMachine
 from ebrl.core.protocols import Machine
 from ebrl.core.readings import Move
 from ebrl.core.virtual_machine import spend
+from ebrl.gen.policies.base import mlp
 
 PROBE_ROUNDS = 2000  # of the hash, at first: under a millisecond
 PROBE_S = 0.05
@@ -128,13 +129,7 @@ class Network:
     """A policy that computes: a small network, then a sleep for what is left of the time that the batch should take."""
 
     def __init__(self) -> None:
-        self._net = torch.nn.Sequential(
-            torch.nn.Linear(FEATURES, WIDTH),
-            torch.nn.Tanh(),
-            torch.nn.Linear(WIDTH, WIDTH),
-            torch.nn.Tanh(),
-            torch.nn.Linear(WIDTH, 8),
-        )
+        self._net = mlp(FEATURES, 8, hidden=(WIDTH, WIDTH), gain=1.0, generator=torch.Generator())
 
     def __call__(self, conditions: Conditions, num: int) -> None:
         began_s = time.perf_counter()

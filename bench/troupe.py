@@ -12,6 +12,7 @@ from ebrl.core.runtime import Runtime
 from ebrl.core.scope import Scope
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
+from ebrl.gen.policies.base import mlp
 from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy
 from ebrl.sim.group import EnvGroup
@@ -19,7 +20,7 @@ from ebrl.train.trainer import Trainer
 
 BATCH_SIZE = 256
 NUM_PASSES = 8  # over a batch, each a gradient step: as many per decision as with the options that PPO begins with
-NUM_FEATURES, WIDTH = 32, 64
+NUM_FEATURES = 32
 FOR_EVER = 1_000_000_000  # updates
 
 
@@ -34,13 +35,7 @@ class Computing:
     def __init__(self, policy: ScriptedPolicy) -> None:
         self.policy = policy
         self.batch_size = BATCH_SIZE
-        self._net = torch.nn.Sequential(
-            torch.nn.Linear(NUM_FEATURES, WIDTH),
-            torch.nn.Tanh(),
-            torch.nn.Linear(WIDTH, WIDTH),
-            torch.nn.Tanh(),
-            torch.nn.Linear(WIDTH, 1),
-        )
+        self._net = mlp(NUM_FEATURES, 1, gain=1.0, generator=torch.Generator())
         self._adam = torch.optim.Adam(self._net.parameters())
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:

@@ -215,8 +215,7 @@ def _flags_of(info: Any) -> dict[str, bool]:
     return {name: flag for name, flag in flags.items() if flag is not None}
 
 
-def _info_of(info: Any) -> dict[str, Any]:
-    flags = _flags_of(info)
+def _with(flags: dict[str, bool], info: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in info.items() if key not in SUCCESS} | flags
 
 
@@ -254,7 +253,7 @@ class Border:
         """
         if not isinstance(result, tuple) or len(result) != 2:
             raise SimulatorError(f"reset: expected (observation, info), got {_shape_of(result)}")
-        obs, info = self._read(result[0]), _info_of(result[1])
+        obs, info = self._read(result[0]), _with(_flags_of(result[1]), result[1])
         self._left = self._horizon
         self._running = True
         return obs, info
@@ -311,9 +310,7 @@ class Border:
         obs = self._read(result[0])
         terminated = bool(result[2])
         over = bool(terminated or result[3] or self._left <= 0)
-        info = _info_of(result[4])
-        if self._flags is not None:
-            info |= self._flags
+        info = _with(_flags_of(result[4]) if self._flags is None else self._flags, result[4])
         if over:
             self._why = "step after the end of the episode: call reset first"
         else:

@@ -14,6 +14,7 @@ from ebrl.core.errors import ConfigError, SimulatorError
 from ebrl.core.records import Array, EnvSpec, Observation, StepResult
 from ebrl.core.rng import Domain, episode_seed, stream
 from ebrl.sim.awaited import Apart, AwaitedSimulator
+from ebrl.sim.link import unsendable
 from ebrl.sim.simulator import Simulator
 from ebrl.sim.spec import is_numeric
 
@@ -139,7 +140,4 @@ def _check_transfer(spec: EnvSpec) -> None:
     try:
         pickle.loads(pickle.dumps(spec))
     except (pickle.PicklingError, AttributeError, TypeError, ImportError) as error:
-        raise ConfigError(
-            f"{spec.id}: make={spec.make!r} cannot be sent to a process ({error}): define it at the top of a module, "
-            'or pass host="thread"'
-        ) from error
+        raise unsendable(f"{spec.id}: make={spec.make!r}", error) from error

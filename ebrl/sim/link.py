@@ -221,10 +221,7 @@ def make_order(specs: Sequence[EnvSpec]) -> child.Order:
         raise ConfigError(UNGUARDED)
     for spec in {id(spec): spec for spec in specs}.values():
         packed(spec, f"{spec.id}: make={spec.make!r}")
-    main = sys.modules["__main__"]
-    name = main.__spec__.name if main.__spec__ is not None else None
-    path = getattr(main, "__file__", None) if name is None else None
-    return child.Order(pickle.dumps(tuple(specs)), name, path, tuple(sys.argv))
+    return child.Order(pickle.dumps(tuple(specs)), *_main(), tuple(sys.argv))
 
 
 def packed(value: Any, what: str) -> bytes:
@@ -240,12 +237,17 @@ def packed(value: Any, what: str) -> bytes:
     try:
         data = pickle.dumps(value)
     except Exception as error:  # whatever a user's object does when it is pickled
-        out = 'define it at the top of a module, or pass host="thread"'
-        raise OutOfReach(f"{what} cannot be sent to a process ({error}): {out}") from error
+        raise unsendable(what, error) from error
     if child.MAIN in data and (where := _hidden_main()) is not None:
         out = 'put it into a module, or pass host="thread"'
         raise OutOfReach(f"{what} is defined in {where}, where a process cannot find it: {out}")
     return data
+
+
+def unsendable(what: str, error: Exception) -> OutOfReach:
+    """Return what is said of something that cannot be pickled, or not there and back."""
+    out = 'define it at the top of a module, or pass host="thread"'
+    return OutOfReach(f"{what} cannot be sent to a process ({error}): {out}")
 
 
 def not_found(name: str, error: Exception) -> OutOfReach:
@@ -254,13 +256,17 @@ def not_found(name: str, error: Exception) -> OutOfReach:
     return OutOfReach(f"{name}: its process cannot find what it needs ({error}): define it {out}")
 
 
+def _main() -> tuple[str | None, str | None]:
+    """Return the name of the module that was started as one, or else the file of the script, if there is one."""
+    main = sys.modules["__main__"]
+    return (None, getattr(main, "__file__", None)) if main.__spec__ is None else (main.__spec__.name, None)
+
+
 def _hidden_main() -> str | None:
     """Return what runs where a child cannot import it; None: it can."""
-    main = sys.modules["__main__"]
-    if main.__spec__ is not None:  # started by ``python -m``
-        name = main.__spec__.name
+    name, path = _main()
+    if name is not None:
         return f"the module {name}" if name.rpartition(".")[2] == "__main__" else None
-    path = getattr(main, "__file__", None)
     return None if path is not None and os.path.isfile(path) else "an interactive session"
 
 
