@@ -64,15 +64,17 @@ def test_areas_are_compared_over_five_seeds_and_scores_over_three() -> None:
     jobs = jobs_of("cartpole", asked())
     assert [(job.max_lag, job.seed) for job in jobs] == [(lag, seed) for lag in (0, 1, 2) for seed in range(7, 12)]
     scores = {0: [500.0] * 5, 1: [500.0, 475.0, 500.0, 0.0, 0.0], 2: [500.0, 474.0, 500.0, 500.0, 500.0]}
-    runs = [(job, outcome(job.seed, scores[job.max_lag or 0][job.seed - 7], lag_max=1)) for job in jobs]
+    runs = [(job, outcome(job.seed, scores[job.max_lag or 0][job.seed - 7], lag_mean=0.9, lag_max=1)) for job in jobs]
     checks, data = judge(GATES["cartpole"], runs)
     assert {check.name: (check.value, check.ok) for check in checks} == {
         "cartpole max_lag 0: lowest score of 3": (500.0, True),
         "cartpole max_lag 0: highest lag": (1.0, False),
         "cartpole max_lag 1: lowest score of 3": (475.0, True),
+        "cartpole max_lag 1: lowest mean lag": (0.9, True),
         "cartpole max_lag 1: highest lag": (1.0, True),
         "cartpole max_lag 1: area over that at lag 0, 5 seeds": (0.59, False),
         "cartpole max_lag 2: lowest score of 3": (474.0, False),
+        "cartpole max_lag 2: lowest mean lag": (0.9, False),
         "cartpole max_lag 2: highest lag": (1.0, True),
         "cartpole max_lag 2: area over that at lag 0, 5 seeds": (pytest.approx(0.9896), True),
     }
@@ -83,7 +85,12 @@ def test_with_full_stable_baselines3_has_the_same_seeds_and_no_bars(capsys: pyte
     jobs = jobs_of("pendulum", asked(full=True))
     assert [job.seed for job in jobs if job.max_lag is None] == [7, 8, 9, 10, 11]
     assert len(jobs) == 20
-    runs = [(job, outcome(job.seed, 900.0 if job.max_lag is None else 1000.0)) for job in jobs]
+    runs = [
+        (job, outcome(job.seed, 900.0))
+        if job.max_lag is None
+        else (job, outcome(job.seed, 1000.0, lag_mean=job.max_lag, lag_max=job.max_lag))
+        for job in jobs
+    ]
     checks, data = judge(GATES["pendulum"], runs)
     assert not any("Stable" in check.name for check in checks)
     assert all(check.ok for check in checks)
