@@ -130,6 +130,10 @@ class _Gate:
     def weights(self) -> WeightStore[Any]:
         return self._gen.weights
 
+    @property
+    def deterministic(self) -> bool:
+        return self._gen.deterministic
+
     def request(self, request: Request) -> None:
         assert isinstance(request, ActRequest)
         runs = self._runs[request.context.index]

@@ -103,6 +103,16 @@ def test_options_of_trainers(options: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_a_trainer_wants_an_actor_that_samples() -> None:
+    greedy = Generator(ScriptedPolicy(SPEC), deterministic=True, name="judge")
+    with pytest.raises(ConfigError) as caught:
+        Trainer(EnvGroup(SPEC, actor=greedy, count=2), learner(), updates=1)
+    assert str(caught.value) == (
+        "judge takes the mode of its policy (deterministic=True), from which nothing is learnt: "
+        "train with an EnvGroup whose Generator samples, and evaluate with another"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -198,6 +198,10 @@ class Actor(Protocol):
         """What it acts with; the trainer publishes into it."""
 
     @property
+    def deterministic(self) -> bool:
+        """Whether it takes the mode of the policy: a trainer refuses it then, since it tries no other actions."""
+
+    @property
     def request(self) -> Callable[[Request], None]:
         """Takes a request; called on the loop, returns at once."""
 

@@ -123,6 +123,11 @@ class Generator:
             raise Closed(f"{self.name} was not started: call rt.start(generator) first")
         return self._weights
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether it takes the mode of the policy."""
+        return self._deterministic
+
     def withdraw(self) -> None:
         """Some request has been cancelled; see `ebrl.core.protocols.Actor.withdraw`."""
         if self._queue is not None:

@@ -72,10 +72,15 @@ class Trainer:
             name: Of the service.
 
         Raises:
-            ConfigError: A number out of range, another word for `sampling`, or something that is no learner or no
-                checkpoint.
+            ConfigError: A number out of range, another word for `sampling`, something that is no learner or no
+                checkpoint, or an actor that takes the mode of its policy.
         """
         _check(learner, sampling, resume)
+        if envs.actor.deterministic:
+            raise ConfigError(
+                f"{envs.actor.name} takes the mode of its policy (deterministic=True), from which nothing is learnt: "
+                "train with an EnvGroup whose Generator samples, and evaluate with another"
+            )
         self.name = name
         self.updates = whole("updates", updates)
         self.max_lag = whole("max_lag", max_lag, 0)
