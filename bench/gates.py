@@ -14,9 +14,10 @@ That needs ``pip install 'ebrl[bench,metaworld]'``, and hours.
 
 The environment, policy and learner are real; the machine is virtual, with latencies that make one environment differ
 from the next, so that the order of arrival is that of an asynchronous run, however busy the computer is. An update
-takes twice as long as its rollout: so nearly all that is trained is as old as `max_lag` lets it be, at 2 as at 1. The
-area is the mean over updates of the mean return of the last 20 episodes (of success: 100); a score is reached when that
-mean first does.
+takes longer than its rollout: so nearly all that is trained is as old as `max_lag` lets it be, at 2 as at 1.
+
+The area is the mean over updates of the mean return of the last 20 episodes (of success: 100); a score is reached when
+the mean of so many first does.
 
     python -m bench.gates --json
     python -m bench.gates --only cartpole --json
@@ -113,13 +114,18 @@ class Curve:
         self._gate = gate
         self._latest: deque[float] = deque(maxlen=gate.latest)
         self._points: list[tuple[int, float]] = []
+        self._reached: int | None = None
 
     def add(self, decisions: int, episodes: Iterable[Episode | sb3.Finished]) -> None:
         """Take what has ended by the update that made it so many trained decisions."""
         for episode in episodes:
             self._latest.append(float(bool(episode.success)) if self._gate.success else episode.total_reward)
         if self._latest:
-            self._points.append((decisions, float(np.mean(self._latest))))
+            mean, bar = float(np.mean(self._latest)), self._gate.bar
+            self._points.append((decisions, mean))
+            whole = len(self._latest) == self._gate.latest  # a few lucky ones are no score
+            if self._reached is None and whole and bar is not None and mean >= bar:
+                self._reached = decisions
 
     @property
     def area(self) -> float:
@@ -127,12 +133,11 @@ class Curve:
 
     @property
     def reached(self) -> int | None:
-        bar = self._gate.bar
-        return next((decisions for decisions, mean in self._points if bar is not None and mean >= bar), None)
+        return self._reached
 
 
 def machine(seed: int) -> VirtualMachine:
-    """A step takes 5 ms with heavy tails, a batch 2 ms, an update twice as long as its rollout."""
+    """A step takes 5 ms with heavy tails, a batch 2 ms, and an update longer than its rollout."""
     return VirtualMachine(
         {
             "sim": lambda n, rng: 0.005 * rng.lognormal(-0.5, 1.0),
@@ -232,10 +237,9 @@ def judge(gate: Gate, results: Sequence[tuple[Job, Outcome]]) -> tuple[list[Chec
         if job.max_lag is None:
             continue
         areas[job.max_lag] = float(np.mean([run.area for run in runs]))
-        counted = runs[: gate.seeds]
         if gate.bar is not None:
-            lowest = min(run.score for run in counted)
-            checks.append(at_least(f"{label}: lowest score of {len(counted)}", lowest, gate.bar))
+            lowest = min(run.score for run in runs)
+            checks.append(at_least(f"{label}: lowest score of {len(runs)}", lowest, gate.bar))
         if gate.bar is not None and job.max_lag:
             mean_lag = min(run.lag_mean for run in runs)
             checks.append(at_least(f"{label}: lowest mean lag", mean_lag, OLD * job.max_lag))

@@ -158,8 +158,8 @@ class Reference:
             gamma=config.gamma,
         )
 
-        def annealed(value: float) -> float | Callable[[float], float]:
-            return value if config.anneal_updates is None else lambda left: left * value
+        def annealed(value: float, too: bool = True) -> float | Callable[[float], float]:
+            return value if config.anneal_updates is None or not too else lambda left: left * value
 
         self._model = PPO(
             "MlpPolicy",
@@ -168,7 +168,7 @@ class Reference:
             batch_size=config.minibatch_size,
             n_epochs=config.epochs,
             learning_rate=annealed(config.learning_rate),
-            clip_range=annealed(config.clip_range),
+            clip_range=annealed(config.clip_range, config.anneal_clip_range),
             gamma=config.gamma,
             gae_lambda=config.gae_lambda,
             vf_coef=config.value_coef / 2,

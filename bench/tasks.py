@@ -96,7 +96,10 @@ def recurrent(updates: int, seed: int) -> PPOConfig:
 
 
 def cleanrl_continuous(updates: int, seed: int) -> PPOConfig:
-    """CleanRL, ppo_continuous_action.py, with 8 environments of 256 steps per update and not one of 2048."""
+    """CleanRL, ppo_continuous_action.py, with 8 environments of 256 steps per update and not one of 2048.
+
+    Also not as there: the first deviation of actions is ``exp(-0.5)``, and the value loss is not clipped.
+    """
     return PPOConfig(
         batch_size=2048,
         minibatch_size=64,
@@ -106,6 +109,7 @@ def cleanrl_continuous(updates: int, seed: int) -> PPOConfig:
         gae_lambda=0.95,
         clip_range=0.2,
         anneal_updates=updates,
+        anneal_clip_range=False,
         seed=seed,
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,13 +23,13 @@ import torch
 from ebrl.core.errors import ConfigError, Deadlock
 from ebrl.core.events import Checks, RecordedRun, Runs, Update, checksums
 from ebrl.core.protocols import Learner, Request
-from ebrl.core.records import EnvSpec, Segment, TrainBatch
+from ebrl.core.records import EnvSpec, Observation, Segment, TrainBatch
 from ebrl.core.runtime import Runtime
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.core.weights import WeightStore
 from ebrl.gen.generator import Generator
-from ebrl.sim.group import EnvGroup
+from ebrl.sim.group import EnvGroup, EnvProgram
 from ebrl.sim.requests import ActRequest
 from ebrl.train.journal import parameter_digest, software
 
@@ -92,7 +92,14 @@ class ReplayReport:
         return "\n".join([text, *([self.end] if self.end else []), *self.software])
 
 
-def replay(log: Path | str, spec: EnvSpec, learner: Learner, **group: Any) -> ReplayReport:
+def replay(
+    log: Path | str,
+    spec: EnvSpec,
+    learner: Learner,
+    *,
+    program: EnvProgram | None = None,
+    observe: Callable[[Observation], Observation] | None = None,
+) -> ReplayReport:
     """Repeat a run that ``Runtime(record=log)`` recorded, and compare every decision and all weights with the log.
 
     Runs to its end, in virtual time, and must not be called inside an event loop. Programs must be deterministic: the
@@ -103,8 +110,8 @@ def replay(log: Path | str, spec: EnvSpec, learner: Learner, **group: Any) -> Re
             is that of a shorter run.
         spec: Of the environments, as in the run.
         learner: Made as for the run, before its first update. It is trained.
-        group: Arguments of the `EnvGroup` of the run that decide what happens: ``program``, ``observe``. How many
-            environments there were is in the log.
+        program: Of the `EnvGroup` of the run, where it had one; how many environments there were is in the log.
+        observe: The same.
 
     Raises:
         ConfigError: The file is no such log, or it is that of another environment or learner; or an event loop runs.
@@ -113,7 +120,9 @@ def replay(log: Path | str, spec: EnvSpec, learner: Learner, **group: Any) -> Re
         raise ConfigError("an event loop runs here: await asyncio.to_thread(ebrl.replay, log, spec, learner)")
     if not isinstance(spec, EnvSpec):
         raise ConfigError(f"replay takes the one spec of the recorded run, got a {type(spec).__name__}")
-    return _Replay(RecordedRun(Path(log)), spec, learner, group).run()
+    group = {"program": program, "observe": observe}
+    given = {name: value for name, value in group.items() if value is not None}
+    return _Replay(RecordedRun(Path(log)), spec, learner, given).run()
 
 
 class _Gate:

@@ -148,6 +148,21 @@ def test_a_learner_of_another_form_is_refused(tmp_path: Path) -> None:
         found.restore(ScriptedLearner(8))
 
 
+def test_who_goes_on_with_other_options_has_those_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store(saved(3), tmp_path)
+    found = Checkpointer(tmp_path).latest()
+    assert found is not None
+    found.restore(learner())
+    assert caplog.messages == []
+    other = PPO(learner().policy, replace(learner().config, gamma=0.5, adam_eps=1e-3))
+    found.restore(other)
+    assert caplog.messages == [
+        "goes on with other options than those of the checkpoint: adam_eps 1e-05 -> 0.001, gamma 0.98 -> 0.5"
+    ]
+    other.update(batch(2))
+    assert other.optimizer.param_groups[0]["eps"] == 1e-3
+
+
 def test_a_learner_that_refuses_is_as_it_was(tmp_path: Path) -> None:
     trained = learner()
     trained.update(batch(0))

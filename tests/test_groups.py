@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from ebrl.sim.group import EnvGroup
 from ebrl.train.advantages import group_advantages
 from ebrl.train.assemble import Dropped
 from ebrl.train.groups import FUTILE, Groups
+from ebrl.train.grpo import GRPOConfig
 from ebrl.train.trainer import Trainer
 from tests.helpers import (
     PATIENT,
@@ -128,6 +130,25 @@ def test_a_return_may_stand_for_success() -> None:
 def test_bounds_are_a_part_of_zero_to_one(bounds: tuple[float, float]) -> None:
     with pytest.raises(ConfigError, match=r"success_bounds must be two numbers in 0 \.\. 1"):
         GroupRule(success_bounds=bounds)
+    with pytest.raises(ConfigError, match="success_bounds must be"):
+        GRPOConfig(success_bounds=bounds)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"success_return": 1.0}, "success_return says which episodes success_bounds counts: give those too"),
+        (
+            {"success_return": math.nan, "success_bounds": (0, 1)},
+            "success_return must be a finite number or None, got nan",
+        ),
+        ({"success_return": "1", "success_bounds": (0, 1)}, "success_return.*must be a"),
+    ],
+)
+@pytest.mark.parametrize("form", [GroupRule, GRPOConfig])
+def test_a_return_that_counts_as_success(form: Any, rule: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        form(**rule)
 
 
 def test_it_is_said_once_that_nothing_gets_through(caplog: pytest.LogCaptureFixture) -> None:
@@ -299,7 +320,7 @@ def test_whatever_arrives_groups_are_complete_and_the_ledger_is_balanced(
     async def main() -> None:
         machine = VirtualMachine({"sim": with_stragglers, "gen": exponential, "train": exponential}, seed=seed,
                                  num_cores=num_cores, servers={"gen": 2})  # fmt: skip
-        rule = GroupRule(success_bounds=bounds, success_return=-1.3)
+        rule = GroupRule(success_bounds=bounds, success_return=-1.3 if bounds else None)
         if wild:
             options["program"] = unruly
         count = groups * size

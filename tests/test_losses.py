@@ -150,8 +150,17 @@ def test_metrics_of_the_surrogate() -> None:
     ratio = torch.tensor([1.0, 1.1, 1.5, 0.5])
     found = surrogate(ratio.log(), torch.zeros(4), torch.ones(4), torch.tensor([1.0, 2.0, 0.0, 0.0]))
     assert found.clip_fraction.item() == 0.5
-    assert found.approx_kl.item() == pytest.approx(float((ratio - 1 - ratio.log()).mean()), abs=1e-6)
+    k3 = ratio - 1 - ratio.log()
+    assert found.approx_kl.item() == pytest.approx(float((k3[0] + 2 * k3[1]) / 4), abs=1e-6)
     assert (found.behaviour_weight_mean.item(), found.masked_fraction.item()) == (0.75, 0.5)
+
+
+def test_the_divergence_of_data_of_older_weights() -> None:
+    """Two actions, acted on evenly and each seen once: weights turn the sample into one of the anchor."""
+    acted, anchor, now = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1]), torch.tensor([0.8, 0.2])
+    weight = behaviour_weight(anchor.log(), acted.log(), cap=9.0)
+    found = surrogate(now.log(), anchor.log(), torch.ones(2), weight)
+    assert found.approx_kl.item() == pytest.approx(float((anchor * (anchor / now).log()).sum()), abs=1e-6)
     assert not any(x.requires_grad for x in found)
 
 
@@ -237,6 +246,18 @@ def test_explained_variance() -> None:
 
 
 def test_standardize() -> None:
-    x = standardize(torch.tensor([1.0, 2.0, 3.0]))
+    x = standardize(torch.tensor([1.0, 2.0, 3.0]), torch.ones(3))
     assert x.tolist() == pytest.approx([-1, 0, 1])
-    assert standardize(torch.ones(4)).tolist() == [0, 0, 0, 0]
+    assert standardize(torch.ones(4), torch.ones(4)).tolist() == [0, 0, 0, 0]
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9), st.floats(0.25, 4)), min_size=2, max_size=30))
+def test_standardize_as_weights_have_it(rows: list[tuple[float, float]]) -> None:
+    x_B, weight_B = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    weight_B = weight_B / weight_B.mean()
+    z_B = standardize(x_B, weight_B)
+    assert float((weight_B * z_B).mean()) == pytest.approx(0, abs=1e-6), "no task is pushed up at the cost of none"
+    assert float((weight_B * z_B.square()).sum()) in (
+        pytest.approx(0, abs=1e-6),
+        pytest.approx(len(rows) - 1, rel=0.01),
+    )

@@ -100,6 +100,15 @@ def test_clip_ranges_are_annealed(high: float | None, objective: float) -> None:
     assert learner.update(TrainBatch([one], 0))["policy_loss"] == pytest.approx(-objective, rel=1e-6)
 
 
+def test_clip_ranges_may_stay_where_they_are() -> None:
+    one = segment([1], [2], last=0, end="terminated", acted=[math.log(0.2)], now=[math.log(0.4)])
+    learner = hand_learner(1, epochs=1, objective="ppo", anneal_updates=2, anneal_clip_range=False)
+    learner.num_updates = 1
+    metrics = learner.update(TrainBatch([one], 0))
+    assert metrics["policy_loss"] == pytest.approx(-1.2, rel=1e-6)
+    assert metrics["learning_rate"] == learner.config.learning_rate / 2
+
+
 def test_the_dual_clip_by_hand() -> None:
     """Probabilities of 0.2 and 1 with advantage -1: plain PPO has -5, and no more than c with the dual clip."""
     one = segment([1], [0], last=0, end="terminated", acted=[math.log(0.2)])
@@ -130,7 +139,7 @@ def test_the_cap_matters_only_above_it() -> None:
 
 
 def test_options_at_the_end_of_their_range_are_off() -> None:
-    off = [{"dual_clip": 1e6}, {"m2_threshold": 1e6}, {"clip_range_high": 0.2}, {"rho_bar": 3.0}, {"c_bar": 3.0}]
+    off = [{"dual_clip": 1e6}, {"m2_threshold": 1e6}, {"clip_range_high": 0.2}]
     assert agree(old_batch(), {}, *off)
 
 
@@ -236,7 +245,16 @@ def test_weights_multiply_both_losses() -> None:
     assert weighted["policy_loss"] == pytest.approx(-(0.5 * 1 + 1.5 * 2) / 2)
     assert plain["value_loss"] == pytest.approx(0.5 * (1 + 4) / 2)
     assert weighted["value_loss"] == pytest.approx(0.5 * (0.5 * 1 + 1.5 * 4) / 2)
-    assert plain["entropy"] == weighted["entropy"]
+    assert plain["entropy"] == weighted["entropy"], "both have the same, so that it does not matter who weighs more"
+
+
+def test_weights_multiply_the_entropy_bonus() -> None:
+    """The loss of two halves of a batch with entropies of their own is the weighted mean of what each alone has."""
+    parts = [segment([1], [1], last=0, end="terminated", env=env, now=[-1.0 - env]) for env in range(2)]
+    alone = [hand_learner(1, epochs=1).update(TrainBatch([part], 0))["entropy"] for part in parts]
+    assert alone[0] != alone[1]
+    both = hand_learner(2, epochs=1).update(TrainBatch(parts, 0, np.array([0.5, 1.5])))["entropy"]
+    assert both == pytest.approx((0.5 * alone[0] + 1.5 * alone[1]) / 2)
 
 
 def targets_of(learner: PPO, batch: TrainBatch) -> tuple[list[float], list[float]]:
@@ -311,16 +329,17 @@ def test_gae_does_not_look_at_weights() -> None:
 
 
 def test_the_moving_average_is_one() -> None:
-    """With a decay of 1/2, the average after each step is half way between what it was and the weights."""
+    """With a decay of 1/2 the shares of the newest weights are 2/3, 4/7 and 8/15, and 1/2 in the end."""
     learner = make_ppo(proximal="ewma", proximal_decay=0.5, epochs=1, minibatch_size=64)
+    assert learner.proximal is not None
     average = copy.deepcopy(learner.parameters)
-    for seed in range(3):
+    for seed, share in enumerate((2 / 3, 4 / 7, 8 / 15)):
         learner.update(rollout_of(learner.policy, seed=seed))
-        average = [(a.detach() + w.detach()) / 2 for a, w in zip(average, learner.parameters, strict=True)]
-        for a, mine in zip(average, learner.proximal.parameters(), strict=True):
-            torch.testing.assert_close(mine.detach(), a)
+        average = [torch.lerp(a, w.detach(), share) for a, w in zip(average, learner.parameters, strict=True)]
+        for a, mine in zip(average, learner.proximal.module.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), a.detach())
     # It scales observations as the policy does: only weights are averaged.
-    assert same(list(learner.proximal.buffers()), list(learner.policy.buffers()))
+    assert same(list(learner.proximal.module.buffers()), list(learner.policy.buffers()))
     assert learner.policy.features.normalizer.count == 3 * 64
 
 
@@ -339,11 +358,12 @@ def test_the_clip_is_around_the_moving_average() -> None:
 def test_the_second_moment_of_the_moving_average_is_of_the_weights_that_are_used() -> None:
     """Acted as the update starts, but the average is behind: log-weights of 1/2 and 1, or none."""
     learner = hand_learner(2, epochs=1, m2_threshold=0.3, proximal="ewma", behaviour_weight_cap=9.0)
+    assert learner.proximal is not None
     two = segment([1, 1], [2, 2], last=0, end="terminated", acted=[-1.0, -2.0], now=[-1.0, -2.0])
     for scale, masked, weight in ((0.5, 0.5, math.exp(0.5) / 2), (1.0, 0.0, 1.0)):
         with torch.no_grad():
             learner.policy.scale.fill_(1.0)
-            learner.proximal.scale.fill_(scale)
+            learner.proximal.module.get_parameter("scale").fill_(scale)
         metrics = learner.update(TrainBatch([two], 0))
         assert metrics["masked_fraction"] == masked
         assert metrics["behaviour_weight_mean"] == pytest.approx(weight)

@@ -125,7 +125,7 @@ def test_versions_end_sequences_and_what_older_ones_remembered_is_data() -> None
     assert rollout.sequences is not None
     (rows,) = rollout.sequences.all_rows(100)
     assert rows.tolist() == [0, 1, 2, 3, 4, 5]
-    assert rollout.sequences.lengths(rows) == [2, 4]
+    assert rollout.sequences.lengths(rows) == [2, 2, 2], "at most half of a minibatch, and the last observation"
 
 
 def test_gradients_go_through_memory_as_far_as_a_sequence() -> None:
@@ -160,22 +160,42 @@ def test_actor_and_critic_remember_apart(spec: EnvSpec) -> None:
 # Minibatches.
 
 
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), size=st.integers(2, 100), seed=st.integers(0, 9))
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=20), size=st.integers(2, 100), seed=st.integers(0, 9))
+def test_minibatches_are_as_many_as_without_memory_however_long_episodes_are(
+    lengths: list[int], size: int, seed: int
+) -> None:
+    num = sum(lengths)
+    sequences = Sequences([make_segment(n, env=env) for env, n in enumerate(lengths)], size // 2)
+    groups = sequences.minibatches(size, np.random.default_rng(seed))
+    assert sorted(row for rows in groups for row in rows.tolist()) == list(range(num))
+    assert len(groups) == max(1, num // size)
+    share, sizes = num / len(groups), [len(rows) for rows in groups]
+    assert max(sizes) - min(sizes) <= size // 2
+    assert share / 2 < min(sizes) <= max(sizes) < 1.5 * share
+    assert min(sizes) >= min(2, num), "an advantage can be standardised"
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), size=st.integers(1, 100), seed=st.integers(0, 9))
 def test_sequences_are_dealt_out_evenly(lengths: list[int], size: int, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(lengths)).tolist()
     groups = deal(lengths, order, size)
     assert sorted(number for group in groups for number in group) == list(range(len(lengths)))
+    assert all(groups)
+    assert len(groups) == min(len(lengths), max(1, sum(lengths) // size))
     rows = [sum(lengths[number] for number in group) for group in groups]
-    share = sum(lengths) / len(groups)
-    assert len(groups) == max(1, sum(lengths) // max(size, 2 * max(lengths)))
-    assert min(rows) > share / 2
-    assert max(rows) <= 1.5 * share
-    assert min(rows) >= min(2, sum(lengths)), "an advantage can be standardised"
+    assert max(rows) - min(rows) <= max(lengths)
+
+
+def test_long_sequences_are_cut_into_equal_parts() -> None:
+    sequences = Sequences([make_segment(9, env=0), make_segment(3, env=1, version=[0, 1, 1])], 4)
+    (rows,) = sequences.all_rows(100)
+    assert sequences.lengths(rows) == [3, 3, 4, 1, 3]
+    assert rows.tolist() == [*range(9), 12, 9, 10, 11, 13]
 
 
 def test_minibatches_hold_whole_sequences_and_every_row_once() -> None:
     segments = [make_segment(4, env=0), make_segment(5, env=1, version=[0] * 3 + [1] * 2), make_segment(3, env=2)]
-    sequences = Sequences([*segments, make_segment(4, env=3)])
+    sequences = Sequences([*segments, make_segment(4, env=3)], 4)
     whole = [[0, 1, 2, 3], [4, 5, 6], [7, 8], [9, 10, 11], [12, 13, 14, 15]]
     seen = []
     for seed in range(20):
@@ -191,7 +211,7 @@ def test_minibatches_hold_whole_sequences_and_every_row_once() -> None:
 
 def test_last_observations_follow_the_sequences_that_they_end() -> None:
     segments = [make_segment(3, env=0, version=[0, 1, 1]), make_segment(2, env=1)]
-    sequences = Sequences(segments)
+    sequences = Sequences(segments, 8)
     (rows,) = sequences.all_rows(100)
     assert rows.tolist() == [0, 1, 2, 5, 3, 4, 6]
     assert sequences.lengths(rows) == [1, 3, 3]

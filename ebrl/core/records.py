@@ -263,12 +263,18 @@ class GroupRule:
         """Check.
 
         Raises:
-            ConfigError: Bounds that are no part of 0 .. 1.
+            ConfigError: Bounds that are no part of 0 .. 1; or a return from which an episode is a success that is no
+                finite number, or that nothing asks for.
         """
         bounds: Any = (0.0, 1.0) if self.success_bounds is None else self.success_bounds
         pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(is_a(Real, bound) for bound in bounds)
         if not pair or not 0 <= bounds[0] <= bounds[1] <= 1:
             raise ConfigError(f"success_bounds must be two numbers in 0 .. 1, the lower one first, got {bounds!r}")
+        if self.success_return is not None:
+            if not is_a(Real, self.success_return) or not math.isfinite(self.success_return):
+                raise ConfigError(f"success_return must be a finite number or None, got {self.success_return!r}")
+            if self.success_bounds is None:
+                raise ConfigError("success_return says which episodes success_bounds counts: give those too")
 
 
 @dataclass(slots=True)
@@ -360,7 +366,7 @@ class UpdateReport:
         env_steps: Simulator steps recorded since the run began.
         elapsed_s: Loop time since the trainer started.
         rollout_s: Of this update: waiting for the batch.
-        update_s: Of this update: in the learner.
+        update_s: Of this update: in the learner, and until the new weights are in front.
         lag_mean: Versions, over the batch.
         lag_max: Versions, over the batch.
         lag_counts: Decisions of the batch by lag: of entry i, those that were i versions behind.

@@ -39,6 +39,19 @@ class GRPOConfig(LearnerConfig):
     success_bounds: tuple[float, float] | None = None
     success_return: float | None = None
 
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            ConfigError: A value that cannot work.
+        """
+        LearnerConfig.__post_init__(self)  # super() does not work in a dataclass with slots
+        self.rule()
+
+    def rule(self) -> GroupRule:
+        """Return which groups are trained."""
+        return GroupRule(success_bounds=self.success_bounds, success_return=self.success_return)
+
 
 class GRPO(TorchLearner):
     """Group-relative policy optimisation; a `Learner`.
@@ -56,7 +69,7 @@ class GRPO(TorchLearner):
             raise ConfigError(f"GRPO takes a GRPOConfig, got a {type(config).__name__}")
         super().__init__(policy, config)
         self.config = config
-        self.groups = GroupRule(success_bounds=config.success_bounds, success_return=config.success_return)
+        self.groups = config.rule()
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
         """One update. Called on the training lane.
@@ -78,12 +91,12 @@ class GRPO(TorchLearner):
         advantage_B = episode_advantages(rollout).to(self.device) * rollout.weight
 
         # Gradient steps.
-        policy_loss = PolicyLoss(cfg, rollout, scores, scale=left)
+        policy_loss = PolicyLoss(cfg, rollout, scores, left)
         minibatches = []
         for rows in self.minibatches(rollout, cfg.epochs):
             log_prob_BHA, _, entropy_BHA = self.evaluate(rollout, rows)
             surrogate = policy_loss(log_prob_BHA, advantage_B[rows], rows, self.proximal_log_prob(rollout, rows))
-            entropy = entropy_BHA.sum((1, 2)).mean()
+            entropy = (rollout.weight[rows] * entropy_BHA.sum((1, 2))).mean()
             loss = surrogate.policy_loss - cfg.entropy_coef * entropy
             minibatches.append(self.step(loss, **surrogate._asdict(), entropy=entropy))
 

@@ -6,16 +6,17 @@ in an action. Flat rows are segment after segment.
 
 from __future__ import annotations
 
-import copy
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from ebrl.core.errors import PolicyError
 from ebrl.core.protocols import Stateful
@@ -30,6 +31,8 @@ from ebrl.train.sequences import Sequences
 DiscountUnit: TypeAlias = Literal["step", "decision"]
 Tensors: TypeAlias = dict[str, Tensor]
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Rollout:
@@ -43,7 +46,7 @@ class Rollout:
         executed: ``[B, H]`` bool, which actions of the chunk were.
         weight: ``[B]`` that decisions count with in the losses, mean 1.
         lag: ``[B]`` versions behind.
-        reward: ``[B]`` float64 numpy, per decision, as the simulator gave it.
+        reward: ``[B]`` float64 numpy, per decision, of the rewards that the simulator gave; see `TorchLearner.returns`.
         discount: ``[B]`` float64 numpy, from each decision to the next.
         terminated: ``[B]`` bool, on the CPU.
         ends: ``[S]`` last row of each segment, on the CPU.
@@ -115,19 +118,22 @@ class TorchLearner:
         self.device = self.parameters[0].device
         # fused: 70 us a step for two small networks on a CPU, against 190 (foreach) and 230 (one tensor at a time).
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=config.adam_eps, fused=True)
-        self.proximal: Any = copy.deepcopy(policy) if config.proximal == "ewma" else None
-        self.proximal_decay = config.proximal_decay
         self.parts: dict[str, Stateful] = {"policy": policy, "optimizer": self.optimizer}
-        if self.proximal is not None:
-            self.parts["proximal"] = self.proximal
+        self.proximal: AveragedModel | None = None
+        if config.proximal == "ewma":
+            self.proximal = self.parts["proximal"] = moving_average(policy, config.proximal_decay)
+        self._options = asdict(config)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of `parts`, of torch's generators, and the number of updates, on which schedules depend."""
+        """Return what the run goes on with: `parts`, torch's generators, and the number of updates.
+
+        Also the options, only so that who goes on with others is told.
+        """
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         parts = {name: part.state_dict() for name, part in self.parts.items()}
-        return parts | {"num_updates": self.num_updates, "rng": rng}
+        return parts | {"num_updates": self.num_updates, "rng": rng, "options": self._options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there.
@@ -135,12 +141,16 @@ class TorchLearner:
         Raises:
             ValueError: It has other parts.
         """
-        known = {*self.parts, "num_updates", "rng"}
+        known = {*self.parts, "num_updates", "rng", "options"}
         for what, names in (("lacks", known - state.keys()), ("also has", state.keys() - known)):
             if names:
                 raise ValueError(f"it {what} {sorted(names)}")
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
+        then = state["options"]
+        changed = [f"{name} {then.get(name)} -> {now}" for name, now in _plain(self._options) if then.get(name) != now]
+        if changed:
+            _log.warning("goes on with other options than those of the checkpoint: %s", ", ".join(changed))
         self.num_updates = state["num_updates"]
         torch.set_rng_state(state["rng"]["cpu"])
         if self.device.type == "cuda" and "cuda" in state["rng"]:
@@ -150,11 +160,12 @@ class TorchLearner:
         """Set the learning rate of this update.
 
         Returns:
-            What is left of learning rate and clip range, from 1 down to 0.
+            What is left of it, from 1 down to 0.
         """
         left = 1.0 if config.anneal_updates is None else max(0.0, 1 - self.num_updates / config.anneal_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * left
+            group["eps"] = config.adam_eps  # of these options, not of those of a checkpoint
         return left
 
     def collate(self, batch: TrainBatch) -> Rollout:
@@ -181,7 +192,7 @@ class TorchLearner:
             discount=discount,
             terminated=torch.tensor([decision.terminated for decision in decisions]),
             ends=torch.from_numpy(ends),
-            sequences=Sequences(segments) if self.policy.memory_size else None,
+            sequences=Sequences(segments, max(1, self.minibatch_size // 2)) if self.policy.memory_size else None,
         )
 
     def returns(self, decisions: Sequence[Decision]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -228,7 +239,10 @@ class TorchLearner:
             rows: Which; with memory, whole sequences.
             proximal: With the moving average of the weights, and not with the weights.
         """
-        policy = self.proximal if proximal else self.policy
+        policy: Any = self.policy
+        if proximal:
+            assert self.proximal is not None
+            policy = self.proximal.module
         observations, aux = take(rollout.observations, rows), take(rollout.aux, rows)
         if rollout.sequences is None:
             return policy.evaluate(observations, aux)  # type: ignore[no-any-return]
@@ -242,7 +256,7 @@ class TorchLearner:
     def minibatches(self, rollout: Rollout, epochs: int) -> Iterator[Tensor]:
         """Yield rows, every row once per epoch, in an order keyed by the number of the update.
 
-        A minibatch has `minibatch_size` rows. It has about so many with memory, since a sequence is not cut, and where
+        A minibatch has `minibatch_size` rows. It has about so many with memory, where sequences stay whole, and where
         there are more than B decisions: then minibatches share them equally.
         """
         num, size, sequences = rollout.num_decisions, self.minibatch_size, rollout.sequences
@@ -265,9 +279,7 @@ class TorchLearner:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()
         if self.proximal is not None:
-            with torch.no_grad():
-                averages, weights = list(self.proximal.parameters()), list(self.policy.parameters())
-                torch._foreach_lerp_(averages, weights, 1 - self.proximal_decay)
+            self.proximal.update_parameters(self.policy)
         return {name: x.detach() for name, x in metrics.items()} | {"grad_norm": norm}
 
     def finish(self, rollout: Rollout, minibatches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
@@ -292,7 +304,7 @@ class TorchLearner:
             )
         self.policy.observe({name: x[: rollout.num_decisions] for name, x in rollout.observations.items()})
         if self.proximal is not None:  # only weights are averaged: observations are scaled as the policy's are
-            for mine, theirs in zip(self.proximal.buffers(), self.policy.buffers(), strict=True):
+            for mine, theirs in zip(self.proximal.module.buffers(), self.policy.buffers(), strict=True):
                 mine.copy_(theirs)
         self.num_updates += 1
         return means
@@ -300,6 +312,21 @@ class TorchLearner:
     def to_device(self, tensors: Tensors) -> Tensors:
         """Return tensors on the policy's device."""
         return {name: x.to(self.device) for name, x in tensors.items()}
+
+
+def moving_average(policy: nn.Module, decay: float) -> AveragedModel:
+    """Return an exponential average of weights, which has the first ones; `update_parameters` adds the next.
+
+    It is debiased as in Hilton et al. 2021: the n-th weights have ``1 / (1 + decay + ... + decay**(n - 1))`` of it.
+    With ``1 - decay`` from the beginning the first would count as if there had been many of them.
+    """
+
+    def add(averages: tuple[Tensor, ...] | list[Tensor], weights: Any, num_averaged: Tensor | int) -> None:
+        torch._foreach_lerp_(averages, weights, (1 - decay) / (1 - decay ** (int(num_averaged) + 1)))
+
+    average = AveragedModel(policy, multi_avg_fn=add)
+    average.update_parameters(policy)
+    return average
 
 
 class Layout:
@@ -348,6 +375,12 @@ def time_major(rollout: Rollout, layout: Layout, scores: Scores, reward_B: NDArr
 def take(tensors: Tensors, rows: Tensor) -> Tensors:
     """Return some rows of every tensor."""
     return {name: x.index_select(0, rows) for name, x in tensors.items()}
+
+
+def _plain(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield options as a checkpoint has them."""
+    for name, value in options.items():
+        yield name, list(value) if isinstance(value, tuple) else value
 
 
 def _place(segment: Segment) -> tuple[int, int]:

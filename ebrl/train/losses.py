@@ -31,7 +31,8 @@ class Surrogate(NamedTuple):
 
     Attributes:
         policy_loss: To be minimised.
-        approx_kl: From the anchor to the policy, the estimator k3 of Schulman 2020.
+        approx_kl: From the anchor to the policy, the estimator k3 of Schulman 2020, with the weights of the loss: the
+            sample is that of the weights that acted.
         clip_fraction: Share of ratios outside the clip range.
         behaviour_weight_mean: Of the weights, 0 where masked.
         masked_fraction: Share of weights that are 0.
@@ -142,7 +143,8 @@ def clipped_surrogate(
         return x_X.masked_fill(~counted_X, 0.0).sum() / counted_X.sum()
 
     with torch.no_grad():
-        metrics = (ratio_X - 1 - log_ratio_X, (ratio_X != clipped_X).float(), weight_X, (weight_X == 0).float())
+        k3_X = ratio_X - 1 - log_ratio_X
+        metrics = (weight_X * k3_X, (ratio_X != clipped_X).float(), weight_X, (weight_X == 0).float())
         means = [mean(x_X) for x_X in metrics]
     return Surrogate(-mean(weight_X * objective_X), *means)
 
@@ -164,6 +166,9 @@ def explained_variance(value_B: Tensor, return_B: Tensor) -> Tensor:
     return 1 - (return_B - value_B).var(correction=0) / variance.where(variance > 0, torch.nan)
 
 
-def standardize(x_B: Tensor) -> Tensor:
-    """Return zero mean and unit standard deviation over at least two rows."""
-    return (x_B - x_B.mean()) / (x_B.std() + 1e-8)
+def standardize(x_B: Tensor, weight_B: Tensor) -> Tensor:
+    """Return zero mean and unit standard deviation over at least two rows, both as the weights have it."""
+    share_B = weight_B / weight_B.sum()
+    centred_B = x_B - (share_B * x_B).sum()
+    variance = (share_B * centred_B.square()).sum() * len(x_B) / (len(x_B) - 1)
+    return centred_B / (variance.sqrt() + 1e-8)

@@ -22,7 +22,8 @@ class LearnerConfig:
     Attributes:
         batch_size: B, decisions per update; with `GRPO` at least so many, since groups are not split.
         epochs: Passes over the batch.
-        minibatch_size: Decisions per gradient step, with memory or groups about so many; divides `batch_size`.
+        minibatch_size: Decisions per gradient step, with memory or groups about so many; divides `batch_size`. A policy
+            with memory learns through at most half as many decisions in a row.
         learning_rate: Of Adam.
         clip_range: How far a ratio may move before its gradient stops. It belongs to `ratio_level`: log-ratios add up
             over the H * A numbers of a decision, so that the same range binds sooner there. Usual are 0.2 per decision,
@@ -44,14 +45,15 @@ class LearnerConfig:
             arXiv:2510.01161; AReaL's example has 0.04); masked ones still count in denominators. Over the batch; with
             ``proximal="ewma"``, whose weights change with every step, over each minibatch. None: mask none.
         proximal: With ``decoupled``, which weights the clip is around. ``start``: those that the update starts from;
-            ``ewma``: their moving average (PPO-EWMA, Hilton et al. 2021), which does not depend on the batch's size.
+            ``ewma``: their moving average (PPO-EWMA, Hilton et al. 2021), which does not depend on the batch's size;
+            with their correction for its beginning, in which there are few weights to average.
         proximal_decay: Of that average, per gradient step. An average over the last n steps has 1 - 1 / n; the paper
             has 0.889.
         entropy_coef: Weight of the entropy of a decision.
         max_grad_norm: Gradients are scaled down to it.
         adam_eps: Of Adam.
-        anneal_updates: Learning rate and clip range go linearly to 0 over so many updates, and stay there; None leaves
-            them.
+        anneal_updates: The learning rate goes linearly to 0 over so many updates, and stays there; None leaves it.
+        anneal_clip_range: Whether clip ranges go with it, as in rl-baselines3-zoo; in CleanRL they stay.
         seed: Of the order of minibatches.
     """
 
@@ -73,6 +75,7 @@ class LearnerConfig:
     max_grad_norm: float = 0.5
     adam_eps: float = 1e-5
     anneal_updates: int | None = None
+    anneal_clip_range: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

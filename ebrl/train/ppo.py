@@ -38,14 +38,16 @@ class PPOConfig(LearnerConfig):
         gamma: Discount per `discount_unit`.
         gae_lambda: Of GAE and of V-trace, per decision.
         targets: How advantages and value targets come about: ``gae``, or ``vtrace`` (IMPALA, arXiv:1802.01561), which
-            also corrects them for lag. V-trace is usually run with a `gae_lambda` of 1.
+            also corrects them for lag. V-trace is usually run with a `gae_lambda` of 1. IMPALA's factor in front of the
+            advantage, ``min(rho_bar, w)``, is here the weight of the decoupled objective: with `behaviour_weight_cap`
+            of 1 it is the same.
         rho_bar: Of V-trace: cap of the weights of temporal differences, 1 in IMPALA.
         c_bar: Of V-trace: cap of the weights that carry corrections back, 1 in IMPALA.
-        value_coef: Weight of the value loss.
-        normalize_advantage: To zero mean and unit deviation, per minibatch as in CleanRL and Stable-Baselines3: each
-            has `minibatch_size` decisions, none of which is padding.
+        value_coef: Weight of the value loss, which is half the squared error as in CleanRL: Stable-Baselines3's
+            ``vf_coef`` times two.
+        normalize_advantage: To zero mean and unit deviation, per minibatch as in CleanRL and Stable-Baselines3.
         normalize_return: Divide rewards by the running deviation of the discounted return.
-        reward_scale: Multiplies rewards first.
+        reward_scale: Multiplies rewards first. It matters without `normalize_return`, which divides it out again.
         discount_unit: Whether `gamma` counts simulator steps or decisions.
     """
 
@@ -116,15 +118,16 @@ class PPO(TorchLearner):
         advantage_B, return_B = self.targets(rollout, scores, self.log_weight(rollout, scores))
 
         # Gradient steps.
-        policy_loss = PolicyLoss(cfg, rollout, scores, scale=left)
+        policy_loss = PolicyLoss(cfg, rollout, scores, left)
         minibatches = []
         for rows in self.minibatches(rollout, cfg.epochs):
             log_prob_BHA, value_B, entropy_BHA = self.evaluate(rollout, rows)
-            adv_B = standardize(advantage_B[rows]) if cfg.normalize_advantage else advantage_B[rows]
-            adv_B = adv_B * rollout.weight[rows]
-            surrogate = policy_loss(log_prob_BHA, adv_B, rows, self.proximal_log_prob(rollout, rows))
-            v_loss = value_loss(value_B, return_B[rows], rollout.weight[rows])
-            entropy = entropy_BHA.sum((1, 2)).mean()
+            adv_B, weight_B = advantage_B[rows], rollout.weight[rows]
+            if cfg.normalize_advantage:
+                adv_B = standardize(adv_B, weight_B)
+            surrogate = policy_loss(log_prob_BHA, adv_B * weight_B, rows, self.proximal_log_prob(rollout, rows))
+            v_loss = value_loss(value_B, return_B[rows], weight_B)
+            entropy = (weight_B * entropy_BHA.sum((1, 2))).mean()
             loss = surrogate.policy_loss + cfg.value_coef * v_loss - cfg.entropy_coef * entropy
             minibatches.append(self.step(loss, **surrogate._asdict(), value_loss=v_loss, entropy=entropy))
 

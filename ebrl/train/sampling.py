@@ -8,7 +8,8 @@ the slow one has 20 % of the decisions. There are three answers:
   (over each batch where `max_lag` is 0), and the fast ones wait (`ebrl.core.admission`).
 - ``weighted``: train what arrives, and let a decision count with the equal share of its task over its real one. The
   weights are those of VER (Wijmans et al. 2022, arXiv:2210.05064), there per environment and at most 1; here per task,
-  within `BOUNDS`, and with mean 1, so that the learning rate means what it says.
+  within `BOUNDS`, and with mean 1, so that the learning rate means what it says. Shares are of decisions: at the ratio
+  levels ``action`` and ``token`` a decision has as many terms in the loss as it executed.
 """
 
 from __future__ import annotations

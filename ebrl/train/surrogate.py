@@ -28,11 +28,11 @@ class PolicyLoss:
         config: Says which loss.
         rollout: The data.
         scores: Of the weights that the update starts from.
-        scale: Multiplies clip ranges.
+        left: Of the schedule, from 1 down to 0; see `anneal_clip_range`.
     """
 
-    def __init__(self, config: LearnerConfig, rollout: Rollout, scores: Scores, scale: float) -> None:
-        self._config, self._scale = config, scale
+    def __init__(self, config: LearnerConfig, rollout: Rollout, scores: Scores, left: float) -> None:
+        self._config, self._scale = config, left if config.anneal_clip_range else 1.0
         self._level, self._executed_BH = config.ratio_level, rollout.executed
         self._behaviour_X = at_level(rollout.log_prob, self._executed_BH, self._level)
         start_X = at_level(scores.log_prob, self._executed_BH, self._level)
