@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ebrl.cli import main
+from ebrl.core.errors import ConfigError
 from ebrl.core.run import run
 from tests.helpers import ROOT
 from tests.test_errors_end_to_end import SMALL, assert_whole
@@ -168,3 +169,14 @@ def test_a_ctrl_c_that_python_forgets_arrives_all_the_same(
     assert main([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert sys.unraisablehook is before
+
+
+def test_run_says_the_way_out_where_a_loop_runs() -> None:
+    async def main() -> None:
+        raise AssertionError("not run")
+
+    async def notebook() -> None:
+        with pytest.raises(ConfigError, match=r"as in a notebook: await main\(\) instead of ebrl.run\(main\(\)\)"):
+            run(main())
+
+    asyncio.run(notebook())

@@ -164,6 +164,8 @@ async def test_an_evaluation_needs_a_group_that_runs_and_seeds() -> None:
     async with Runtime(VirtualMachine({})) as rt:
         gen = rt.start(Generator(ScriptedPolicy(SPEC)))
         group = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+        with pytest.raises(ConfigError, match=r"the seeds of its episodes, not their number: give range\(20\)"):
+            await evaluate(envs, 20)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="evaluate needs at least one seed"):
             await evaluate(group, [])
         for seed in (-1, 2**63, 1.5):

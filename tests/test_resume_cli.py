@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import SafetensorError
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from ebrl.cli import folder as run_folder
 from ebrl.cli import main, train
@@ -202,3 +204,27 @@ def test_a_full_disk_is_one_line(
     shown = capsys.readouterr()
     assert shown.err.endswith("policy.safetensors: the policy could not be saved: No space left on device\n")
     assert not list(tmp_path.glob("*/policy*"))
+
+
+def shown(folder: Path) -> list[int]:
+    """Return the steps of the scalar `update` that TensorBoard shows: what a restart purges is gone."""
+    steps: list[int] = []
+    for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 12 + length + 4
+            if event.session_log.status == SessionLog.START:
+                steps = [step for step in steps if step < event.step]
+            steps += [event.step for each in event.summary.value if each.tag == "update"]
+    return steps
+
+
+def test_tensorboard_shows_every_update_once(folder: Path) -> None:
+    assert len(shown(folder)) == 5
+    shutil.rmtree(folder / "checkpoints" / "000003-update-5")
+    assert main(["train", "--resume", str(folder), "--updates", "6"]) == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert shown(folder) == [line["env_steps"] for line in lines]

@@ -7,7 +7,7 @@
     ├── UnknownEnv (also LookupError)      no environment of that id
     ├── SpaceError (also TypeError)        spaces that a policy or a host cannot serve
     ├── ProgramError (also RuntimeError)   an environment program misused its context
-    ├── SimulatorError (also RuntimeError) a simulator raised, or broke its own contract
+    ├── SimulatorError (also RuntimeError) a simulator broke its contract; what it raised itself stays what it was
     │   ├── InvalidData                    shape, dtype, NaN against the declared space
     │   │   └── InvalidAction              likewise what a simulator was given
     │   ├── CallTimeout                    a call of a simulator has not ended by its deadline
@@ -66,7 +66,7 @@ class ProgramError(EbrlError, RuntimeError):
 
 
 class SimulatorError(EbrlError, RuntimeError):
-    """A simulator raised, or did something that its interface forbids."""
+    """A simulator did something that its interface forbids. What it raised itself stays what it was, with a note."""
 
 
 class InvalidData(SimulatorError):

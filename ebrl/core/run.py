@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from ebrl.core.errors import ConfigError
+
 T = TypeVar("T")
 
 
@@ -20,7 +22,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
     Args:
         main: The program.
+
+    Raises:
+        ConfigError: An event loop runs here, as in a notebook.
     """
+    if asyncio._get_running_loop() is not None:
+        main.close()
+        raise ConfigError("an event loop runs here, as in a notebook: await main() instead of ebrl.run(main())")
     terminated: list[bool] = []
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -53,8 +53,8 @@ class Checkpoint:
 
     update: int
     elapsed_s: float
-    learner: Mapping[str, Any]
-    experience: SavedExperience
+    learner: Mapping[str, Any] = field(repr=False)
+    experience: SavedExperience = field(repr=False)
     path: Path | None = None
 
     def restore(self, learner: Learner) -> None:

@@ -81,6 +81,8 @@ async def evaluate(envs: EpisodeRunner, seeds: Iterable[int]) -> EvalReport:
         ConfigError: There is no seed, or one is out of range; the group is used for training.
         Closed: The group was not started.
     """
+    if isinstance(seeds, int):
+        raise ConfigError(f"evaluate takes the seeds of its episodes, not their number: give range({seeds})")
     chosen = list(seeds)
     if not chosen:
         raise ConfigError("evaluate needs at least one seed: give range(20), say")

@@ -6,7 +6,6 @@ in an action. Flat rows are segment after segment.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from ebrl.core.errors import PolicyError
+from ebrl.core.errors import PolicyError, logger
 from ebrl.core.protocols import Stateful
 from ebrl.core.records import Array, BatchOut, Decision, Segment, TrainBatch
 from ebrl.core.rng import Domain, stream
@@ -30,8 +29,6 @@ from ebrl.train.sequences import Sequences
 
 DiscountUnit: TypeAlias = Literal["step", "decision"]
 Tensors: TypeAlias = dict[str, Tensor]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -150,7 +147,7 @@ class TorchLearner:
         then = state["options"]
         changed = [f"{name} {then.get(name)} -> {now}" for name, now in _plain(self._options) if then.get(name) != now]
         if changed:
-            _log.warning("goes on with other options than those of the checkpoint: %s", ", ".join(changed))
+            logger.warning("goes on with other options than those of the checkpoint: %s", ", ".join(changed))
         self.num_updates = state["num_updates"]
         torch.set_rng_state(state["rng"]["cpu"])
         if self.device.type == "cuda" and "cuda" in state["rng"]:

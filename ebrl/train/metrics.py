@@ -54,15 +54,18 @@ class MetricsWriter:
     """Writes scalars to ``metrics.jsonl`` and to TensorBoard event files of one folder, line by line."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the files.
+        """Open the files; what TensorBoard has of steps after the last line, of a run that is resumed, is not shown.
 
         Args:
             folder: Exists.
         """
         from tensorboardX import SummaryWriter  # slow to import, and only runs with a folder need it
 
-        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder))
+        path = folder / "metrics.jsonl"
+        written = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        resumed_at = json.loads(written[-1])["env_steps"] + 1 if written else None
+        self._lines = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder), purge_step=resumed_at)
 
     def write(self, step: int, scalars: Mapping[str, float], moves: Sequence[str] = ()) -> None:
         """Write one line; values that are not finite become null there, and are left out of TensorBoard.
