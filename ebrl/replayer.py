@@ -175,7 +175,8 @@ class _Replay:
         ((_, self._trainer),) = header["trainers"].items()
         self._recorded = recorded
         self._learner = learner
-        self._options = {"spec": spec, "count": facts["count"], "host": "thread", "name": name, **group}
+        form = {"count": facts["count"], "group_size": facts["group_size"]}
+        self._options = {"spec": spec, **form, "host": "thread", "name": name, **group}
         self._generator = header.get("generators", {}).get(facts["actor"])
         self._made: dict[tuple[int, int], tuple[Segment, Checks]] = {}  # every decision alone, with what follows it
         self._untrained: dict[tuple[int, int], int] = {}  # of those that the log has handed over: their versions

@@ -137,6 +137,8 @@ BAD_INPUT: dict[str, tuple[list[str], list[str]]] = {
     "minibatch": (["--env", "CartPole-v1", "--ppo.minibatch-size", "100"], ["minibatch_size=100", "divisor"]),
     "discount": (["--env", "CartPole-v1", "--ppo.gamma", "1.5"], ["gamma=1.5", "0..1"]),
     "target": (["--env", "CartPole-v1", "--target-success", "95"], ["--target-success must be between 0 and 1"]),
+    "no target": (["--env", "CartPole-v1", "--target-return", "nan"], ["--target-return must be a finite number"]),
+    "huge seed": (["--env", "CartPole-v1", "--seed", "9" * 26], ["--seed must be below 2**63"]),
     "deterministic lag": (["--env", "CartPole-v1", "--deterministic"], ["--deterministic needs --max-lag 0"]),
     "dropped where all are needed": (
         ["--env", "CartPole-v1", "--sampling", "quota", "--failures.action", "drop"],

@@ -59,6 +59,7 @@ EDITS: dict[str, tuple[Callable[[list[Any]], None], str]] = {
     "no generators": (without(0, "generators"), "gen, who acted there, was no Generator: no replay can"),
     "no seed": (without(0, "seed"), "line 1 is damaged: it does not tell the seed"),
     "no count": (put(0, "groups", "envs", "count", value="6"), r"line 1 .*of envs \(groups\) it does not tell count"),
+    "odd groups": (put(0, "groups", "envs", "group_size", value=4), "line 1 .*envs has 6 environments in groups of 4"),
     "no thread": (put(0, "trainers", "trainer", "threads", value=0), "line 1 .*of trainer .* not tell threads"),
     "unknown env": (put(2, "batch", 0, 0, value=77), "line 3 is damaged: decisions .* of env 77 are trained, which"),
     "unknown taken env": (put(2, "taken", 0, 0, value=99), "line 3 is damaged: env 99 of 6 environments"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, PolicyError
 from ebrl.core.protocols import Learner
 from ebrl.core.records import ArraySpec, EnvSpec, Segment, TrainBatch
 from ebrl.gen.policies import CategoricalPolicy, GaussianPolicy
@@ -140,6 +142,27 @@ def test_observations_are_counted_after_the_last_step() -> None:
     assert ppo.policy.features.normalizer.count == 64
     mean = np.mean([np.asarray(d.obs) for d in batch.decisions], 0)
     np.testing.assert_allclose(ppo.policy.features.normalizer.mean.numpy(), mean, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (lambda log_prob, value, entropy: (log_prob[:, 0], value, entropy), r"\[\(16, 2\), \(16,\), \(16, 1, 2\)\]"),
+        (lambda log_prob, value, entropy: (log_prob, value[:, None], entropy), r"\[\(16, 1, 2\), \(16, 1\), "),
+        (lambda log_prob, value, entropy: (log_prob, value, entropy.sum((1, 2))), r"\(16,\), \(16,\)\]"),
+        (lambda log_prob, value, entropy: (log_prob.repeat(1, 2, 1), value, entropy), r"\[\(16, 2, 2\)"),
+        (lambda log_prob, value, entropy: (log_prob, value), r"\[\(16, 1, 2\), \(16,\)\]"),
+        (lambda log_prob, value, entropy: (log_prob[:-1], value[:-1], entropy[:-1]), r"\[\(15, 1, 2\), \(15,\)"),
+    ],
+)
+def test_what_a_policy_scores_has_the_form_that_is_asked_for(form: Callable[..., Any], told: str) -> None:
+    class Odd(GaussianPolicy):
+        def evaluate(self, batch: dict[str, Tensor], aux: dict[str, Tensor]) -> Any:
+            return form(*super().evaluate(batch, aux))
+
+    ppo = make_ppo(Odd.for_spec(SPEC))
+    with pytest.raises(PolicyError, match=rf"Odd\.evaluate must return log_prob \(1., 1, 2\), .*{told}"):
+        ppo.update(rollout_of(GaussianPolicy.for_spec(SPEC)))
 
 
 def test_annealing_ends_at_zero() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ebrl.core.errors import Closed, ConfigError, PolicyError
-from ebrl.core.records import GroupRule
+from ebrl.core.errors import Closed, ConfigError, PolicyError, ProgramError
+from ebrl.core.records import GroupRule, TrainBatch
 from ebrl.core.runtime import Runtime
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
@@ -88,6 +88,10 @@ def envs(**options: Any) -> EnvGroup:
         ({"threads": 1.5}, "Trainer.threads must be a whole number of at least 1, got 1.5"),
         ({"sampling": ["quota"]}, "sampling must be one of ('arrival', 'quota', 'weighted') or None, got ['quota']"),
         (
+            {"learner": RecordingLearner(VersionedPolicy(SPEC), 2.5)},  # type: ignore[arg-type]
+            "RecordingLearner.batch_size must be a whole number of at least 1, got 2.5",
+        ),
+        (
             {"resume": "runs/x"},
             "resume must be a checkpoint, as Checkpointer(folder).latest() returns, or None: this is a str",
         ),
@@ -111,6 +115,36 @@ def test_a_trainer_wants_an_actor_that_samples() -> None:
         "judge takes the mode of its policy (deterministic=True), from which nothing is learnt: "
         "train with an EnvGroup whose Generator samples, and evaluate with another"
     )
+
+
+@virtually
+async def test_two_loops_over_one_trainer_are_one_too_many() -> None:
+    async with Runtime(VirtualMachine({})) as rt:
+        gen = rt.start(Generator(VersionedPolicy(SPEC)))
+        group = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+        trainer = rt.start(Trainer(group, learner(), updates=2))
+        first = asyncio.create_task(anext(trainer))
+        await asyncio.sleep(0)
+        with pytest.raises(ProgramError, match="two tasks iterate over trainer at once"):
+            await anext(trainer)
+        assert (await first).update == 1
+        assert (await anext(trainer)).update == 2
+
+
+def test_a_learner_returns_metrics() -> None:
+    class Silent(RecordingLearner):
+        def update(self, batch: TrainBatch) -> Any:
+            super().update(batch)
+
+    async def main() -> None:
+        async with Runtime(VirtualMachine({})) as rt:
+            gen = rt.start(Generator(VersionedPolicy(SPEC)))
+            group = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+            await anext(rt.start(Trainer(group, Silent(VersionedPolicy(SPEC), 8), updates=2)))
+
+    error = the_failure(main())
+    assert isinstance(error, ConfigError)
+    assert str(error) == "Silent.update() must return metrics by name, {} if it has none: got None"
 
 
 @pytest.mark.parametrize(

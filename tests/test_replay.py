@@ -192,13 +192,19 @@ def test_masked_decisions_are_made_again_and_not_trained(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "group",
-    [{"program": partial(receding_horizon, execute=2)}, {"observe": lambda obs: np.tanh(obs)}, {"name": "others"}],
+    [
+        {"program": partial(receding_horizon, execute=2)},
+        {"observe": lambda obs: np.tanh(obs)},
+        {"name": "others"},
+        {"group_size": 3},
+    ],
     ids=lambda group: next(iter(group)),
 )
 def test_other_programs_are_repeated(group: dict[str, Any], tmp_path: Path) -> None:
     ran = run_virtual(record(tmp_path / "log", heavy_tails(2), **group))
     learner = make()
-    group.pop("name", None)  # the log knows it
+    for known in ("name", "group_size"):  # the log knows them
+        group.pop(known, None)
     report = replay(tmp_path / "log", LENGTHS, learner, **group)
     assert report.mismatch is None, report.describe()
     assert learner.consumed.hexdigest() == ran.consumed

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,13 @@ from ebrl.cli import folder as run_folder
 from ebrl.cli import main, train
 from ebrl.cli.config import TrainConfig, config_of
 from ebrl.core.errors import ConfigError
+from ebrl.core.events import EventLog
+from ebrl.core.trace import Trace
 from ebrl.sim.failures import FailurePolicy
 from ebrl.train import folders
+from ebrl.train.evaluate import EvalReport
 from ebrl.train.folders import locked
+from ebrl.train.metrics import MetricsWriter
 
 SMALL = ["--num-envs", "4", "--ppo.batch-size", "32", "--ppo.minibatch-size", "16", "--ppo.epochs", "1"]
 RUN = [
@@ -228,3 +234,42 @@ def test_tensorboard_shows_every_update_once(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert shown(folder) == [line["env_steps"] for line in lines]
+
+
+def test_who_is_killed_in_the_last_evaluation_goes_on_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def killed(*_: object) -> EvalReport:
+        raise ConfigError("killed")
+
+    folder = tmp_path / "run"
+    options = ["--updates", "4", "--eval-every", "4", "--eval-episodes", "3", "--target-return", "499"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Session, "_evaluate", killed)
+        assert main([*RUN, *options, "--run-dir", str(folder)]) == 1
+    assert names(folder) == ["000001-update-2"]
+    assert main(["train", "--resume", str(folder)]) == 3
+    assert "target NOT reached after 4 updates" in capsys.readouterr().out
+    assert names(folder)[-1].endswith("update-4")
+
+
+def test_a_full_disk_is_one_line_and_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = threading.active_count()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with MetricsWriter(tmp_path) as metrics:
+        assert threading.active_count() == threads, "no thread that may die, and leave others waiting"
+        monkeypatch.setattr(metrics._board, "write_event", full)
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl: metrics cannot be written: No space left on device"):
+            metrics.write(1, {"update": 1})
+    log = EventLog(tmp_path / "events.jsonl")
+    log._file = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115
+    with pytest.raises(ConfigError, match=r"events\.jsonl: the event log cannot be written: No space left on device"):
+        log.write({"update": 1})
+    log.close()
+    trace = Trace()
+    trace.span("gen-0", "batch", 0.0, 1.0)
+    with pytest.raises(ConfigError, match="/dev/full: the trace cannot be written: No space left on device"):
+        trace.save(Path("/dev/full"))

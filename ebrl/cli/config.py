@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,6 +105,10 @@ class TrainConfig:
             at_least("hidden", width, 1)
         if self.target_success is not None and not 0 < self.target_success <= 1:
             raise ConfigError(f"--target-success must be between 0 and 1, got {self.target_success}")
+        if self.target_return is not None and not math.isfinite(self.target_return):
+            raise ConfigError(f"--target-return must be a finite number, got {self.target_return}")
+        if self.seed >= 2**63:
+            raise ConfigError(f"--seed must be below 2**63, got {self.seed}")
         if self.deterministic and self.max_lag:
             raise ConfigError("--deterministic needs --max-lag 0: with lag, data depend on who was ready first")
         equal = "--deterministic" if self.deterministic else "--sampling quota" if self.sampling == "quota" else None

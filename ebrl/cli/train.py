@@ -58,6 +58,8 @@ def train(config: TrainConfig, given: Iterable[str] = ()) -> int:
         specs, policy = build(config)
         if config.sampling == "quota":
             check_even([specs[i].task for i in spread(specs, config.num_envs)])
+        if config.record and len(specs) > 1:
+            raise ConfigError(f"{config.env} has {len(specs)} tasks, and a recorded run has one: leave out --record")
         learner = build_learner(config, policy)
         if saved is None:
             run_folder.create(config.folder, config)
@@ -157,7 +159,7 @@ def saving(session: Session, config: TrainConfig, console: Console) -> Iterator[
         try:
             path = run_folder.save_policy(session.learned(), config.folder)
             console.print(f"policy saved to {path}", soft_wrap=True, highlight=False, markup=False)
-            session.save_profiles()
+            session.save_notes()
         except EbrlError as error:
             if not failed:
                 raise
@@ -210,9 +212,11 @@ class Session:
             weights: torch.nn.Module = lease.weights
             return weights
 
-    def save_profiles(self) -> None:
-        """Write what was found out about the stages, for the next run."""
+    def save_notes(self) -> None:
+        """Write what was found out about the stages, for the next run, and the trace if there is one."""
         self._runtime.profiles.save(self._config.folder / run_folder.PROFILE)
+        if self._trace is not None:
+            self._trace.save(self._config.folder / "trace.json")
 
     async def main(self) -> None:
         """Train until a target is reached or all updates are done."""
@@ -221,44 +225,41 @@ class Session:
         if self._saved is not None:
             name += f" from update {self._saved.update}"
         progress = RunProgress(self._console, name, config.num_updates)
-        try:
-            async with self._runtime as rt:
-                self._actor = gen = rt.start(Generator(self._policy))
-                envs = rt.start(self._group(gen, config.num_envs, "envs", spares=config.spares))
-                io = rt.machine.lane("io", "metrics")
-                trainer = rt.start(
-                    Trainer(
-                        envs,
-                        self._learner,
-                        updates=config.num_updates,
-                        max_lag=config.max_lag,
-                        sampling=config.sampling,
-                        resume=self._saved,
-                    )
+        async with self._runtime as rt:
+            self._actor = gen = rt.start(Generator(self._policy))
+            envs = rt.start(self._group(gen, config.num_envs, "envs", spares=config.spares))
+            io = rt.machine.lane("io", "metrics")
+            trainer = rt.start(
+                Trainer(
+                    envs,
+                    self._learner,
+                    updates=config.num_updates,
+                    max_lag=config.max_lag,
+                    sampling=config.sampling,
+                    resume=self._saved,
                 )
-                if config.checkpoint_every:
-                    self._saves.attach(trainer)
-                with progress:
-                    async for report in trainer:
-                        statistics = rt.statistics()
-                        scalars = flatten(report) | {f"tuner/{k}": v for k, v in statistics["tuner"].items()}
-                        await io.run(self._metrics.write, report.env_steps, scalars, self._new_moves(rt))
-                        progress.show(report, statistics)
-                        self._tell_host(envs)
-                        if config.checkpoint_every and self._due(report, config.checkpoint_every):
-                            await self._saves.save(trainer)
-                        if config.evaluates and self._due(report, config.eval_every):
-                            result = await self._evaluate(rt)
-                            await io.run(self._metrics.write, report.env_steps, evaluation_scalars(report, result))
-                            self._last = f"after update {report.update}, greedy: {result.describe()}"
-                            progress.note(self._last)
-                            if self._meets_target(result):
-                                self.reached = True
-                                break
-            self._say_how_it_ended(report)
-        finally:
-            if self._trace is not None:
-                self._trace.save(config.folder / "trace.json")
+            )
+            if config.checkpoint_every:
+                self._saves.attach(trainer)
+            with progress:
+                async for report in trainer:
+                    statistics = rt.statistics()
+                    scalars = flatten(report) | {f"tuner/{k}": v for k, v in statistics["tuner"].items()}
+                    await io.run(self._metrics.write, report.env_steps, scalars, self._new_moves(rt))
+                    progress.show(report, statistics)
+                    self._tell_host(envs)
+                    if config.evaluates and self._due(report, config.eval_every):
+                        result = await self._evaluate(rt)
+                        await io.run(self._metrics.write, report.env_steps, evaluation_scalars(report, result))
+                        self._last = f"after update {report.update}, greedy: {result.describe()}"
+                        progress.note(self._last)
+                        self.reached = self._meets_target(result)
+                    # After the evaluation: who is killed in it goes on before it, and does it again.
+                    if config.checkpoint_every and self._due(report, config.checkpoint_every):
+                        await self._saves.save(trainer)
+                    if self.reached:
+                        break
+        self._say_how_it_ended(report)
 
     def _new_moves(self, rt: Runtime) -> list[str]:
         """Return what the tuner did since this was asked last."""

@@ -30,14 +30,14 @@ from zlib import crc32
 
 import numpy as np
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import ConfigError, logger
 from ebrl.core.records import Observation, Reason, Segment, TrainBatch
 
 SCHEMA = 1
 MAGIC = "ebrl_events"
 
 FACTS: Final[Mapping[str, Mapping[str, type]]] = {
-    "groups": {"specs": list, "count": int, "actor": str},
+    "groups": {"specs": list, "count": int, "group_size": int, "actor": str},
     "trainers": {"batch_size": int, "max_lag": int, "threads": int, "parameters": str},
     "generators": {"threads": int, "deterministic": bool},
 }
@@ -204,15 +204,25 @@ class EventLog:
             raise ConfigError(f"{self.path}: the event log cannot be written: {error.strerror}") from error
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Write one line, so that it is in the file even if this process dies next. Called on the training lane."""
+        """Write one line, so that it is in the file even if this process dies next. Called on the training lane.
+
+        Raises:
+            ConfigError: The operating system does not allow it.
+        """
         assert self._file is not None, "the log is not open"
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(f"{self.path}: the event log cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; where what is left cannot be written, the log of the program says so."""
         assert self._file is not None, "the log is not open"
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.warning("%s is not complete: %s", self.path, error.strerror)
 
 
 class _Books:
@@ -347,6 +357,9 @@ class RecordedRun:
         seed = self.header.get("seed")
         if type(seed) is not int or seed < 0:
             raise self._damaged(1, "it does not tell the seed")
+        for name, facts in self.header["groups"].items():
+            if facts["count"] % facts["group_size"]:
+                raise self._damaged(1, f"{name} has {facts['count']} environments in groups of {facts['group_size']}")
 
     def _damaged(self, line: int, why: object) -> ConfigError:
         text = str(why) if isinstance(why, str | ValueError) else repr(why)

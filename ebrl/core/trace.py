@@ -11,6 +11,8 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ebrl.core.errors import ConfigError
+
 logger = logging.getLogger("ebrl")
 
 
@@ -59,7 +61,11 @@ class Trace:
         return hasher.hexdigest()
 
     def save(self, path: Path) -> None:
-        """Write Chrome trace JSON."""
+        """Write Chrome trace JSON.
+
+        Raises:
+            ConfigError: The operating system does not allow it.
+        """
         tracks = {track: number for number, track in enumerate(dict.fromkeys(span.track for span in self.spans))}
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": track}}
@@ -77,4 +83,7 @@ class Trace:
             }
             for span in self.spans
         )
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        try:
+            path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        except OSError as error:
+            raise ConfigError(f"{path}: the trace cannot be written: {error.strerror}") from error

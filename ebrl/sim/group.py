@@ -239,7 +239,12 @@ class EnvGroup:
             self._past.take(settled.envs, self._contexts)
         assert self._runtime is not None
         if self._runtime.events is not None:
-            facts = {"specs": [spec.id for spec in self.specs[:1]], "count": self.count, "actor": self.actor.name}
+            facts = {
+                "specs": [spec.id for spec in self.specs[:1]],
+                "count": self.count,
+                "group_size": self.group_size,
+                "actor": self.actor.name,
+            }
             self._runtime.events.describe("groups", self.name, **facts)
 
     def take_segments(self, stale: int | None = None) -> list[Segment]:

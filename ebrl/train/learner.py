@@ -235,6 +235,9 @@ class TorchLearner:
             rollout: The data.
             rows: Which; with memory, whole sequences.
             proximal: With the moving average of the weights, and not with the weights.
+
+        Raises:
+            PolicyError: What the policy returns has another form: it would be broadcast.
         """
         policy: Any = self.policy
         if proximal:
@@ -242,8 +245,18 @@ class TorchLearner:
             policy = self.proximal.module
         observations, aux = take(rollout.observations, rows), take(rollout.aux, rows)
         if rollout.sequences is None:
-            return policy.evaluate(observations, aux)  # type: ignore[no-any-return]
-        return policy.unroll(observations, aux, rollout.sequences.lengths(rows))  # type: ignore[no-any-return]
+            method, scored = "evaluate", policy.evaluate(observations, aux)
+        else:
+            method, scored = "unroll", policy.unroll(observations, aux, rollout.sequences.lengths(rows))
+        num, (_, *chunk) = len(rows), rollout.log_prob.shape
+        forms = [tuple(x.shape) for x in scored]
+        if len(forms) != 3 or forms[:2] != [(num, *chunk), (num,)] or len(forms[2]) != 3 or forms[2][0] != num:
+            raise PolicyError(
+                f"{type(self.policy).__name__}.{method} must return log_prob {(num, *chunk)}, value {(num,)} and "
+                f"entropy ({num}, H, A) of {num} rows, got {forms}: ebrl.check_policy finds such things before a run"
+            )
+        log_prob_BHA, value_B, entropy_BHA = scored
+        return log_prob_BHA, value_B, entropy_BHA
 
     @torch.no_grad()
     def proximal_log_prob(self, rollout: Rollout, rows: Tensor) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -59,13 +60,19 @@ class MetricsWriter:
         Args:
             folder: Exists.
         """
-        from tensorboardX import SummaryWriter  # slow to import, and only runs with a folder need it
+        from tensorboardX.event_file_writer import EventsWriter  # slow to import; only runs with a folder need it
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
 
         path = folder / "metrics.jsonl"
         written = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        resumed_at = json.loads(written[-1])["env_steps"] + 1 if written else None
         self._lines = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder), purge_step=resumed_at)
+        # Not SummaryWriter, which writes from a thread: where that dies, of a full disk, whoever adds waits for ever.
+        self._board = EventsWriter(str(folder / "events"), f".{len(written)}")
+        self._event = lambda step, name, value: Event(wall_time=time.time(), step=step, summary=scalar(name, value))
+        if written:
+            start, resumed_at = SessionLog(status=SessionLog.START), json.loads(written[-1])["env_steps"] + 1
+            self._board.write_event(Event(wall_time=time.time(), step=resumed_at, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, float], moves: Sequence[str] = ()) -> None:
         """Write one line; values that are not finite become null there, and are left out of TensorBoard.
@@ -84,11 +91,12 @@ class MetricsWriter:
         try:
             self._lines.write(json.dumps(line) + "\n")
             self._lines.flush()
+            for name, value in scalars.items():
+                if math.isfinite(value):
+                    self._board.write_event(self._event(step, name, value))  # type: ignore[no-untyped-call]
+            self._board.flush()
         except OSError as error:
             raise ConfigError(f"{self._lines.name}: metrics cannot be written: {error.strerror}") from error
-        for name, value in scalars.items():
-            if math.isfinite(value):
-                self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Close the files; where the last lines cannot be written, the log says so."""

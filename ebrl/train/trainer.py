@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError, whole, word
+from ebrl.core.errors import Closed, ConfigError, ProgramError, whole, word
 from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Actor, Experience, GroupLearner, Lane, Learner
 from ebrl.core.readings import TrainReading
@@ -76,11 +76,7 @@ class Trainer:
                 checkpoint, or an actor that takes the mode of its policy.
         """
         _check(learner, sampling, resume)
-        if envs.actor.deterministic:
-            raise ConfigError(
-                f"{envs.actor.name} takes the mode of its policy (deterministic=True), from which nothing is learnt: "
-                "train with an EnvGroup whose Generator samples, and evaluate with another"
-            )
+        _check_actor(envs.actor)
         self.name = name
         self.updates = whole("updates", updates)
         self.max_lag = whole("max_lag", max_lag, 0)
@@ -95,6 +91,7 @@ class Trainer:
         self._idle.set()
         self._awaited = False  # somebody waits for that
         self._half_done = False  # the last update failed or was cancelled
+        self._asked = False  # somebody waits for a report
         self._assembler: Assembler | GroupAssembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
         self._lane: Lane | None = None
@@ -221,9 +218,19 @@ class Trainer:
         Raises:
             StopAsyncIteration: All updates are done.
             Closed: The trainer was not started.
+            ProgramError: Somebody else waits for the same report.
         """
         if self._num_updates >= self.updates:
             raise StopAsyncIteration
+        if self._asked:
+            raise ProgramError(f"two tasks iterate over {self.name} at once: each report is for one `async for` alone")
+        self._asked = True
+        try:
+            return await self._next_update()
+        finally:
+            self._asked = False
+
+    async def _next_update(self) -> UpdateReport:
         lane, runtime = self._lane, self._runtime
         if lane is None or runtime is None:
             raise Closed(f"{self.name} is not running: iterate over rt.start(trainer) inside its runtime")
@@ -261,7 +268,10 @@ class Trainer:
     def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
         if self._sampling == "weighted":
             batch = weighted(batch, len(self._tasks))
-        metrics = (self._journal or self._learner).update(batch)
+        metrics: object = (self._journal or self._learner).update(batch)
+        if not isinstance(metrics, Mapping):
+            kind = type(self._learner).__name__
+            raise ConfigError(f"{kind}.update() must return metrics by name, {{}} if it has none: got {metrics!r}")
         return {**metrics, **share_metrics(batch, self._tasks)}, batch.lags
 
     async def _next_batch(self) -> TrainBatch:
@@ -292,12 +302,21 @@ def _refuse_to_record(*, several: bool, resumed: bool) -> None:
         raise ConfigError("a run is recorded from its beginning: leave out Runtime(record=...), or resume=...")
 
 
+def _check_actor(actor: Actor) -> None:
+    if actor.deterministic:
+        raise ConfigError(
+            f"{actor.name} takes the mode of its policy (deterministic=True), from which nothing is learnt: "
+            "train with an EnvGroup whose Generator samples, and evaluate with another"
+        )
+
+
 def _check(learner: object, sampling: object, resume: object) -> None:
     if not isinstance(learner, Learner):
         raise ConfigError(
             f"learner must have update(batch), batch_size and policy, as ebrl.PPO(policy, config) has: "
             f"this is a {type(learner).__name__}"
         )
+    whole(f"{type(learner).__name__}.batch_size", learner.batch_size)
     word("sampling", sampling, Sampling)
     if resume is not None and not isinstance(resume, Checkpoint):
         raise ConfigError(
