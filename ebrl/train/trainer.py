@@ -72,11 +72,9 @@ class Trainer:
             name: Of the service.
 
         Raises:
-            ConfigError: A number out of range, another word for `sampling`, something that is no learner or no
-                checkpoint, or an actor that takes the mode of its policy.
+            ConfigError: A number or `sampling` that cannot be, no learner or checkpoint, or an actor that takes modes.
         """
-        _check(learner, sampling, resume)
-        _check_actor(envs.actor)
+        _check(envs.actor, learner, sampling, resume)
         self.name = name
         self.updates = whole("updates", updates)
         self.max_lag = whole("max_lag", max_lag, 0)
@@ -302,15 +300,12 @@ def _refuse_to_record(*, several: bool, resumed: bool) -> None:
         raise ConfigError("a run is recorded from its beginning: leave out Runtime(record=...), or resume=...")
 
 
-def _check_actor(actor: Actor) -> None:
+def _check(actor: Actor, learner: object, sampling: object, resume: object) -> None:
     if actor.deterministic:
         raise ConfigError(
             f"{actor.name} takes the mode of its policy (deterministic=True), from which nothing is learnt: "
             "train with an EnvGroup whose Generator samples, and evaluate with another"
         )
-
-
-def _check(learner: object, sampling: object, resume: object) -> None:
     if not isinstance(learner, Learner):
         raise ConfigError(
             f"learner must have update(batch), batch_size and policy, as ebrl.PPO(policy, config) has: "
