@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from ebrl.core.records import ActionOut, Observation, StepResult
+from ebrl.core.records import ActionOut, Array, Observation, StepResult
 from ebrl.core.runtime import Runtime
+from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
@@ -405,3 +407,60 @@ async def test_a_program_knows_its_version_episode_and_time() -> None:
         async for _ in stage.trainer:
             pass
     assert seen[:12] == [(e, e, 2.0 * i, False, 0) for e in range(3) for i in range(4)]
+
+
+def replaced(how: Callable[[Array], Any], method: str = "step") -> Program:
+    """Return a program that executes something else, in two of three steps."""
+
+    async def program(env: EnvContext) -> None:
+        obs, _ = await env.reset()
+        for number in itertools.count():
+            if env.done:
+                return
+            out = await env.act(obs)
+            step = getattr(env, method if number % 3 else "step")
+            obs = (await step(how(out.action) if number % 3 else out.action)).obs
+
+    return program
+
+
+@pytest.mark.parametrize("horizon", [1, 3])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (lambda action: action + np.float32(0.01), True),
+        (lambda action: -action[0], True),
+        (lambda action: action.copy(), False),
+        (lambda action: action[:1].tolist(), False),
+        (lambda action: action.astype(np.float64), False),
+        (lambda action: action[-1], False),
+    ],
+)
+def test_actions_that_the_policy_did_not_choose_are_told_once(
+    how: Callable[[Array], Any], told: bool, horizon: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with training(SPEC, count=3, batch_size=12, horizon=horizon, program=replaced(how)) as stage:
+            async for report in stage.trainer:
+                assert report.dropped == {}
+
+    run_virtual(main())
+    assert len(caplog.messages) == told
+    if told:
+        assert "steps with actions that its policy did not choose" in caplog.text
+        assert "give others to env.intervene(action)" in caplog.text
+
+
+def test_interventions_and_evaluations_need_no_word(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        program = replaced(lambda action: action * 2, "intervene")
+        async with training(SPEC, count=2, batch_size=4, updates=2, program=program) as stage:
+            reports = [report async for report in stage.trainer]
+        assert reports[-1].dropped["intervention"] > 0
+        async with Runtime(VirtualMachine({})) as rt:
+            gen = rt.start(Generator(ScriptedPolicy(SPEC)))
+            judged = EnvGroup(SPEC, actor=gen, count=2, program=replaced(lambda action: action * 2))
+            assert len(await rt.start(judged).run_episodes([1, 2, 3])) == 3
+
+    run_virtual(main())
+    assert caplog.messages == []

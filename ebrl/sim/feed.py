@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError, whole
+from ebrl.core.errors import Closed, ConfigError, logger, whole
 from ebrl.core.records import EnvSpec, Episode, Segment
 from ebrl.core.runtime import Runtime
 from ebrl.core.saved import SavedEnv, SavedExperience
@@ -82,6 +82,7 @@ class Feed:
         self._runtime: Runtime | None = None
         self._segments: list[Segment] = []
         self._episodes: list[Episode] = []
+        self._told_foreign = False
 
     def open(self, name: str, runtime: Runtime) -> None:
         """The group has been started."""
@@ -190,6 +191,13 @@ class Feed:
     def _hand_over(self, segment: Segment) -> None:
         self.admission.emit(len(segment.decisions))
         self._segments.append(segment)
+        if not self._told_foreign and any(d.foreign and not d.intervened for d in segment.decisions):
+            self._told_foreign = True
+            logger.warning(
+                "%s: the program of environment %d steps with actions that its policy did not choose, and they are "
+                "learnt from as if it had: clip and round them in the policy, and give others to env.intervene(action)",
+                self.name, segment.env,
+            )  # fmt: skip
 
     def _resume(self, saved: SavedExperience, seed: int, replay: bool) -> SavedExperience:
         check_alike(self, saved, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -163,14 +163,19 @@ def note_executed(decision: Decision, action: Any, num_steps: int) -> None:
     """
     chunk, repeat = decision.out.action, decision.action_repeat
     before = range(min(decision.num_actions, len(chunk))) if decision.executed is None else decision.executed
-    places = _places(chunk, action, following=max(before, default=-1) + 1)[: -(-num_steps // repeat)]
+    following = max(before, default=-1) + 1
+    places = _places(chunk, action, following)
+    if places is None:
+        decision.foreign = True
+        places = range(following, following + num_steps)
+    places = places[: -(-num_steps // repeat)]
     executed = tuple(sorted({*before, *(place for place in places if place < len(chunk))}))
     usual = range(min(-(-(decision.num_steps + num_steps) // repeat), len(chunk)))
     decision.executed = None if executed == tuple(usual) else executed
 
 
-def _places(chunk: Array, action: Any, following: int) -> list[int]:
-    """Return where in a chunk some actions lie: in memory, else those that are equal, else the following ones."""
+def _places(chunk: Array, action: Any, following: int) -> Sequence[int] | None:
+    """Return where in a chunk some actions lie: in memory, else those that are equal, at best the following ones."""
     part = np.asarray(action)
     part = part[None] if part.ndim < chunk.ndim else part
     num, stride = len(part), chunk.strides[0]
@@ -180,8 +185,8 @@ def _places(chunk: Array, action: Any, following: int) -> list[int]:
         return [offset // stride for offset in offsets]
     for first in (following, *range(len(chunk))):
         if np.array_equal(chunk[first : first + num], part):
-            return list(range(first, first + num))
-    return list(range(following, following + num))
+            return range(first, first + num)
+    return None
 
 
 def cut_stale(recorders: Iterable[Recorder], admission: Admission, stale: int) -> None:
