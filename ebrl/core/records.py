@@ -188,7 +188,6 @@ class Decision:
         intervened: The program replaced the action: kept in data, never trained on.
         action_repeat: Simulator steps for which each action was applied.
         executed: Which actions of the chunk were, in ascending order; None: the first `num_actions`.
-        foreign: A step executed an action that is none of the chunk's; one of those is learnt from in its place.
     """
 
     env: int
@@ -203,7 +202,6 @@ class Decision:
     intervened: bool = False
     action_repeat: int = 1
     executed: tuple[int, ...] | None = None
-    foreign: bool = False
 
     @property
     def version(self) -> int:

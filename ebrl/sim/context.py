@@ -14,7 +14,7 @@ from ebrl.core.records import ActionOut, Array, Observation, StepResult
 from ebrl.core.rng import Domain, NoiseStream, name_key, stream
 from ebrl.core.saved import SavedEnv
 from ebrl.sim.episodes import EpisodeMeter
-from ebrl.sim.recorder import Recorder, note_executed
+from ebrl.sim.recorder import Recorder
 from ebrl.sim.recovery import Fault, blame, blame_reset
 from ebrl.sim.requests import ActRequest, ActStepRequest, Other, ask_other
 from ebrl.sim.resume import EpisodeLog, come_back, run_again
@@ -407,7 +407,7 @@ def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
     decision = env.recorder.current
     if decision is not None:
         if decision.num_steps or action is not decision.out.action:
-            note_executed(decision, action, len(rewards))
+            env.recorder.note_executed(decision, action, len(rewards))
         decision.rewards = decision.rewards + rewards if decision.num_steps else rewards
         decision.num_steps += len(rewards)
         if decision.out.batch.memory is not None:

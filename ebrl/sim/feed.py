@@ -191,7 +191,7 @@ class Feed:
     def _hand_over(self, segment: Segment) -> None:
         self.admission.emit(len(segment.decisions))
         self._segments.append(segment)
-        if not self._told_foreign and any(d.foreign and not d.intervened for d in segment.decisions):
+        if not self._told_foreign and self.recorders[segment.env].foreign:
             self._told_foreign = True
             logger.warning(
                 "%s: the program of environment %d steps with actions that its policy did not choose, and they are "

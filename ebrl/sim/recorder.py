@@ -31,6 +31,7 @@ class Recorder:
         "current",
         "emit",
         "env",
+        "foreign",
         "log",
         "place",
         "segment_length",
@@ -56,6 +57,7 @@ class Recorder:
         self.segment_length = segment_length
         self.current: Decision | None = None
         self.log: EpisodeLog | None = None  # kept where episodes can be run again
+        self.foreign = False  # a step that counts had an action that is none of the chunk's
         self.place = 0  # index of the decision that was started last
         self.emit = emit
         self._open: list[Decision] = []
@@ -95,6 +97,26 @@ class Recorder:
         """The policy answered."""
         self.current = Decision(self.env, episode, self._num_decisions, obs, out, (), action_repeat=self.action_repeat)
         self._num_decisions += 1
+
+    def note_executed(self, decision: Decision, action: Any, num_steps: int) -> None:
+        """Note which actions of its chunk a step of a decision has executed; before its rewards are added.
+
+        Args:
+            decision: The current one.
+            action: What the simulator was told; see `EnvContext.step`.
+            num_steps: Simulator steps that it took.
+        """
+        chunk, repeat = decision.out.action, decision.action_repeat
+        before = range(min(decision.num_actions, len(chunk))) if decision.executed is None else decision.executed
+        following = max(before, default=-1) + 1
+        places = _places(chunk, action, following)
+        if places is None:
+            self.foreign = self.foreign or not decision.intervened
+            places = range(following, following + num_steps)
+        places = places[: -(-num_steps // repeat)]
+        executed = tuple(sorted({*before, *(place for place in places if place < len(chunk))}))
+        usual = range(min(-(-(decision.num_steps + num_steps) // repeat), len(chunk)))
+        decision.executed = None if executed == tuple(usual) else executed
 
     def park(self, next_obs: Observation) -> None:
         """The outcome of the current decision is complete, and `next_obs` follows it."""
@@ -151,27 +173,6 @@ class Recorder:
             return
         self._open = []
         self.emit(Segment(self.env, self.task, decisions, self._last_obs, reason))
-
-
-def note_executed(decision: Decision, action: Any, num_steps: int) -> None:
-    """Note which actions of its chunk a step of a decision has executed; before its rewards are added.
-
-    Args:
-        decision: Whose.
-        action: What the simulator was told; see `EnvContext.step`.
-        num_steps: Simulator steps that it took.
-    """
-    chunk, repeat = decision.out.action, decision.action_repeat
-    before = range(min(decision.num_actions, len(chunk))) if decision.executed is None else decision.executed
-    following = max(before, default=-1) + 1
-    places = _places(chunk, action, following)
-    if places is None:
-        decision.foreign = True
-        places = range(following, following + num_steps)
-    places = places[: -(-num_steps // repeat)]
-    executed = tuple(sorted({*before, *(place for place in places if place < len(chunk))}))
-    usual = range(min(-(-(decision.num_steps + num_steps) // repeat), len(chunk)))
-    decision.executed = None if executed == tuple(usual) else executed
 
 
 def _places(chunk: Array, action: Any, following: int) -> Sequence[int] | None:

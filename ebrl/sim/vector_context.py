@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from ebrl.core.errors import ProgramError
 from ebrl.core.records import ActionOut, Array, Observation
 from ebrl.core.rng import Domain, NoiseStream, name_key, stream
-from ebrl.sim.recorder import Recorder, note_executed
+from ebrl.sim.recorder import Recorder
 from ebrl.sim.recovery import Fault, blame
 from ebrl.sim.slots import Asked, RowRequest, Slot
 from ebrl.sim.vector_episodes import assign, end_episode, leave, lose_all, lose_assigned, may_begin
@@ -380,7 +380,7 @@ def _took(env: VectorContext, running: Sequence[Slot], result: VectorStep, actio
             meter.see({"success": success})
         if decision is not None:
             if decision.num_steps or action is not env._chunks:
-                note_executed(decision, action[number], len(rewards))
+                slot.recorder.note_executed(decision, action[number], len(rewards))
             decision.rewards = decision.rewards + rewards if decision.num_steps else rewards
             decision.num_steps += len(rewards)
             decision.terminated, decision.truncated = terminated[number], truncated[number]
