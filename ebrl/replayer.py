@@ -22,7 +22,7 @@ import torch
 
 from ebrl.core.errors import ConfigError, Deadlock
 from ebrl.core.events import Checks, RecordedRun, Runs, Update, checksums
-from ebrl.core.protocols import Learner, Request
+from ebrl.core.protocols import GroupLearner, Learner, Request
 from ebrl.core.records import EnvSpec, Observation, Segment, TrainBatch
 from ebrl.core.runtime import Runtime
 from ebrl.core.virtual import run_virtual
@@ -212,6 +212,8 @@ class _Replay:
         ):
             if theirs != ours:
                 raise ConfigError(f"{path} was recorded with {what} {theirs}, not with {ours}: give the same")
+        if isinstance(learner, GroupLearner):
+            raise ConfigError(f"{path}: a recorded run has no groups, which {type(learner).__name__} learns from")
         if parameter_digest(learner.policy) != trainer["parameters"]:
             raise ConfigError(
                 f"{path}: the policy does not begin with the weights of the run: make policy and learner anew, with "

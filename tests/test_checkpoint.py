@@ -79,7 +79,7 @@ def batch(seed: int) -> Any:
 
 
 def saved(update: int) -> Checkpoint:
-    return Checkpoint(update, 0.5 * update, copied(learner().state_dict()), experience())
+    return Checkpoint(update, update, 0.5 * update, copied(learner().state_dict()), experience())
 
 
 def all_of(checkpoint: Checkpoint) -> Any:
@@ -114,7 +114,7 @@ def test_a_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     one.update(batch(0))
     one.update(batch(1))
     torch.rand(3)
-    store(Checkpoint(2, 1.0, one.state_dict(), experience()), tmp_path)
+    store(Checkpoint(2, 2, 1.0, one.state_dict(), experience()), tmp_path)
     expected = one.update(batch(2)), torch.rand(2)
 
     other = learner(seed=1)
@@ -137,9 +137,9 @@ def test_a_learner_of_another_form_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"000001-update-3 does not fit this PPO: .*Gaussian"):
         found.restore(wide)
     averaging = PPO(learner().policy, PPOConfig(batch_size=8, minibatch_size=8, proximal="ewma"))
-    with pytest.raises(CheckpointError, match=r"does not fit this PPO: it lacks \['proximal'\]"):
+    with pytest.raises(CheckpointError, match=r"lacks \['proximal'\] \(epochs 1 -> 8, proximal start -> ewma\)"):
         found.restore(averaging)
-    store(Checkpoint(4, 0.0, averaging.state_dict(), experience()), tmp_path)
+    store(Checkpoint(4, 4, 0.0, averaging.state_dict(), experience()), tmp_path)
     found = Checkpointer(tmp_path).latest()
     assert found is not None
     with pytest.raises(CheckpointError, match=r"does not fit this PPO: it also has \['proximal'\]"):
@@ -166,7 +166,7 @@ def test_who_goes_on_with_other_options_has_those_and_is_told(tmp_path: Path, ca
 def test_a_learner_that_refuses_is_as_it_was(tmp_path: Path) -> None:
     trained = learner()
     trained.update(batch(0))
-    checkpoint = Checkpoint(1, 0.0, copied(trained.state_dict()), experience())
+    checkpoint = Checkpoint(1, 1, 0.0, copied(trained.state_dict()), experience())
     wide = PPO(GaussianPolicy.for_spec(SPEC, hidden=(5,)), PPOConfig(batch_size=8, minibatch_size=8))
     wide.update(batch(1))
     before = copied(wide.state_dict())
@@ -205,7 +205,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "foreign JSON": (lambda path: (path / "manifest.json").write_text('{"epoch": 3}'), r"manifest.json is not of EBRL"),
     "foreign list": (lambda path: (path / "manifest.json").write_text("[1]"), r"manifest.json is not of EBRL"),
     "foreign format": (lambda path: rewrite(path / "manifest.json", format="other"), r"manifest.json is not of EBRL"),
-    "newer schema": (lambda path: rewrite(path / "manifest.json", schema=3), r"has schema 3, and .* reads 2: use the"),
+    "newer schema": (lambda path: rewrite(path / "manifest.json", schema=9), r"has schema 9, and .* reads 3: use the"),
     "deep JSON": (lambda path: (path / "manifest.json").write_text("[" * 200000), r"manifest.json is damaged, or not"),
     "no files": (lambda path: rewrite(path / "manifest.json", files={}), r"is damaged, or not ours: KeyError"),
     "a list of files": (lambda path: rewrite(path / "manifest.json", files=["a"]), r"is damaged, or not ours: Attribu"),
@@ -288,6 +288,28 @@ def test_the_last_ones_are_kept_and_the_newest_is_the_one_written_last(tmp_path:
     found = saves.latest()
     assert found is not None
     assert found.update == 15
+
+
+def test_a_damaged_one_is_not_one_of_the_last_that_are_kept(tmp_path: Path) -> None:
+    saves = Checkpointer(tmp_path, keep=2)
+    for update in (1, 2, 3):
+        saves._write(saved(update))
+    (tmp_path / "000003-update-3" / "manifest.json").write_text("")
+    again = Checkpointer(tmp_path, keep=2)
+    found = again.latest()
+    assert found is not None
+    assert found.update == 2
+    again._write(saved(3))
+    names = [path.name for path in folders.complete(tmp_path)]
+    assert names == ["000002-update-2", "000003-update-3", "000004-update-3"]
+    again._write(saved(4))
+    assert [path.name for path in folders.complete(tmp_path)] == ["000004-update-3", "000005-update-4"]
+
+
+def test_files_may_be_read_by_whom_other_files_may_be_read(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    path = store(saved(1), tmp_path)
+    assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "other").stat().st_mode}
 
 
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:

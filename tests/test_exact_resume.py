@@ -284,3 +284,34 @@ def test_what_a_program_does_after_the_end_of_an_episode_without_a_decision_is_d
     part = deterministic(3, saved, seed=1, case=case)
     assert part.consumed == whole.consumed[1:]
     assert part.weights == whole.weights
+
+
+def test_a_run_whose_actor_had_a_version_goes_on_with_the_versions_that_it_had() -> None:
+    """Of a curriculum, say: a second trainer with the same generator, whose versions are not the numbers of updates."""
+
+    async def curriculum(resume: Checkpoint | None) -> Checkpoint:
+        learner = PPO(default_policy(LENGTHS, hidden=(8,)), PPOConfig(batch_size=24, minibatch_size=12))
+        async with Runtime(machine(0)) as rt:
+            gen = rt.start(Generator(learner.policy))
+            if resume is None:
+                easy = rt.start(EnvGroup(LENGTHS, actor=gen, count=6, name="easy"))
+                async for _ in rt.start(Trainer(easy, learner, updates=3)):
+                    pass
+            hard = rt.start(EnvGroup(LENGTHS, actor=gen, count=6))
+            trainer = rt.start(Trainer(hard, learner, updates=4 if resume is None else 8, resume=resume))
+            before = 0 if resume is None else resume.update
+            async for report in trainer:
+                before += 1
+                assert report.update == before
+                assert gen.weights.version == before + 3
+                assert len(report.lag_counts) <= 2
+            await asyncio.sleep(9.0)  # so that decisions lie there that were not trained
+            return await trainer.snapshot()
+
+    saved = run_virtual(curriculum(None))
+    assert (saved.update, saved.version) == (4, 7)
+    kept = [*saved.experience.taken, *saved.experience.segments, *saved.experience.open]
+    assert {decision.version for segment in kept for decision in segment.decisions} <= {6, 7}
+    assert kept
+    ended = run_virtual(curriculum(saved))
+    assert (ended.update, ended.version) == (8, 11)

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebrl.core.admission import Admission
+from ebrl.core.admission import ENDLESS, Admission
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import Array, GroupRule, Segment, TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
@@ -568,3 +568,20 @@ def test_too_little_credit_for_all_environments_is_said_once(
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == num_warnings
     assert all("8 environments have about 160 decisions together, more than" in message for message in messages)
+
+
+def test_that_episodes_of_groups_do_not_end_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        machine = VirtualMachine({"sim": lambda n, rng: 0.01})
+        spec = scripted_spec(length=10**9)
+        async with training(spec, machine, rule=ALL, count=4, group_size=2, batch_size=8) as stage:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await anext(stage.trainer)
+
+    run_virtual(main())
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == (
+        f"{ENDLESS * 2 * 8 + 1} decisions lie in episodes of groups that have not ended, and batches of 8 wait for "
+        "them: do episodes end at all? A horizon ends them: env_spec(..., horizon=...)"
+    )

@@ -19,9 +19,10 @@ from ebrl.core.records import ArraySpec, EnvSpec, Segment, TrainBatch
 from ebrl.gen.policies import CategoricalPolicy, GaussianPolicy
 from ebrl.train.advantages import Targets, gae
 from ebrl.train.fake import ScriptedLearner
+from ebrl.train.grpo import GRPO, GRPOConfig
 from ebrl.train.learner import Layout, Rollout, time_major
 from ebrl.train.normalizer import ReturnNormalizer
-from ebrl.train.ppo import PPOConfig
+from ebrl.train.ppo import PPO, PPOConfig
 from tests.learning import SPEC, hand_learner, make_ppo, outputs, rollout_of, same, segment, weights
 
 torch.set_num_threads(1)
@@ -161,7 +162,7 @@ def test_what_a_policy_scores_has_the_form_that_is_asked_for(form: Callable[...,
             return form(*super().evaluate(batch, aux))
 
     ppo = make_ppo(Odd.for_spec(SPEC))
-    with pytest.raises(PolicyError, match=rf"Odd\.evaluate must return log_prob \(1., 1, 2\), .*{told}"):
+    with pytest.raises(PolicyError, match=rf"Odd\.evaluate must return log_prob and entropy \(1., 1, 2\) .*{told}"):
         ppo.update(rollout_of(GaussianPolicy.for_spec(SPEC)))
 
 
@@ -287,3 +288,26 @@ def test_the_fake_remembers_what_it_consumed() -> None:
         assert fake.update(rollout_of(policy, seed=seed)) == {"num_updates": 1}
         assert fake.policy.tolist() == [1.0] * 8
     assert a.hexdigest == b.hexdigest != c.hexdigest
+
+
+@pytest.mark.parametrize("learner", [PPO, GRPO])
+def test_the_entropy_bonus_asks_nothing_of_actions_that_were_not_executed(learner: Any) -> None:
+    """Of chunks of three the first action is executed alone: the others have no gradient, so that they stay."""
+    policy = GaussianPolicy.for_spec(SPEC, horizon=3)
+    batch = rollout_of(policy)
+    for part in batch.segments:
+        part.advantage = 1.0
+        for decision in part.decisions:
+            decision.executed = (0,)
+    before = policy.log_std.detach().clone()
+    config = {PPO: PPOConfig, GRPO: GRPOConfig}[learner]
+    learner(policy, config(batch_size=64, minibatch_size=16, entropy_coef=0.1)).update(batch)
+    moved = (policy.log_std.detach() - before).abs().reshape(3, -1).amax(1)
+    assert moved[0] > 0
+    assert moved[1:].tolist() == [0, 0]
+
+
+def test_a_policy_without_anything_to_train_is_refused() -> None:
+    policy = GaussianPolicy.for_spec(SPEC).requires_grad_(False)
+    with pytest.raises(PolicyError, match="GaussianPolicy has no parameter with requires_grad: nothing can be trained"):
+        make_ppo(policy)

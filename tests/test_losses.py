@@ -21,6 +21,7 @@ from ebrl.train.losses import (
     effective_sample_size,
     explained_variance,
     m2_mask,
+    mean_entropy,
     standardize,
     value_loss,
 )
@@ -261,3 +262,13 @@ def test_standardize_as_weights_have_it(rows: list[tuple[float, float]]) -> None
         pytest.approx(0, abs=1e-6),
         pytest.approx(len(rows) - 1, rel=0.01),
     )
+
+
+def test_the_entropy_is_that_of_what_was_executed_by_weight() -> None:
+    executed = torch.tensor([[True, False], [True, True]])
+    entropy = torch.tensor([[[1.0, 2.0], [70.0, math.nan]], [[3.0, 4.0], [5.0, 6.0]]], requires_grad=True)
+    mean = mean_entropy(entropy, executed, torch.tensor([0.5, 1.5]))
+    assert mean.item() == (0.5 * 3 + 1.5 * 18) / 2
+    mean.backward()  # type: ignore[no-untyped-call]
+    assert entropy.grad is not None
+    assert entropy.grad[0, 1].tolist() == [0, 0], "of an action that did not happen nothing is asked"

@@ -8,27 +8,81 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ebrl import BatchService, EnvContext, EnvGroup, Generator, PolicyOut, Runtime, Trainer, VirtualMachine
 from ebrl.core.errors import Closed, PolicyError
 from ebrl.core.records import TrainBatch
 from ebrl.gen.fake import ScriptedPolicy
-from ebrl.train.fake import ScriptedLearner
-from tests.helpers import RecordingLearner, assert_sound, leaves, scripted_spec, training, virtually
+from tests.helpers import RecordingLearner, VersionedPolicy, assert_sound, leaves, scripted_spec, training, virtually
 
 SPEC = scripted_spec(length=5)
 MACHINE = {"sim": lambda n, rng: 0.01, "train": lambda n, rng: 3.0}
 
 
 @virtually
-async def test_an_update_that_is_cancelled_is_booked_as_lost_and_the_next_goes_on() -> None:
-    async with training(SPEC, VirtualMachine(MACHINE), updates=4, count=2, batch_size=4) as stage:
+async def test_who_is_cancelled_in_an_update_gets_its_report_the_next_time() -> None:
+    async with training(SPEC, VirtualMachine(MACHINE), updates=2, count=2, batch_size=4) as stage:
+        for update in (1, 2):
+            for _ in range(2):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await anext(stage.trainer)
+            report = await anext(stage.trainer)
+            assert (report.update, stage.envs.actor.weights.version, len(stage.learner.batches)) == (update,) * 3
+            assert report.update_s == pytest.approx(3.0)
+            assert "lost" not in report.dropped
+            assert stage.envs.admission.ledger().trained == 4 * update
+            assert_sound(stage.envs.admission.ledger())
+        with pytest.raises(StopAsyncIteration):
+            await anext(stage.trainer)
+
+
+@virtually
+async def test_an_update_nobody_waits_for_ends_with_the_trainer_and_is_booked() -> None:
+    machine = VirtualMachine({**MACHINE, "train": lambda n, rng: 1.5})
+    async with training(SPEC, machine, updates=2, count=2, batch_size=4) as stage:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
                 await anext(stage.trainer)
-        report = await anext(stage.trainer)
-        assert report.dropped["lost"] == 4
-        assert_sound(stage.envs.admission.ledger())
+    assert stage.envs.actor.weights.version == 1
+    assert stage.envs.admission.ledger().trained == 4
+    assert (await anext(stage.trainer)).update == 1, "whoever comes late still gets it"
+    with pytest.raises(Closed):
+        await anext(stage.trainer)
+
+
+@virtually
+async def test_an_update_that_is_given_up_is_booked_as_lost() -> None:
+    async with training(SPEC, VirtualMachine(MACHINE), updates=2, count=2, batch_size=4) as stage:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await anext(stage.trainer)
+    ledger = stage.envs.admission.ledger()
+    assert_sound(ledger)
+    assert (ledger.trained, stage.envs.actor.weights.version) == (0, 0)
+    assert ledger.dropped["lost"] == 4 + 2, "its batch, and who was on the way"
+
+
+def test_an_update_that_fails_when_nobody_waits_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(RecordingLearner):
+        def update(self, batch: TrainBatch) -> Mapping[str, float]:
+            raise ValueError("of no use")
+
+    @virtually
+    async def main() -> None:
+        policy = ScriptedPolicy(SPEC)
+        async with Runtime(VirtualMachine({**MACHINE, "train": lambda n, rng: 1.2})) as rt:
+            gen = rt.start(Generator(policy))
+            envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+            trainer = rt.start(Trainer(envs, Fails(policy, 4), updates=3))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await anext(trainer)
+
+    main()
+    assert "an update of trainer failed, and nobody waits for it any more" in caplog.text
+    assert "of no use" in caplog.text
 
 
 @virtually
@@ -45,8 +99,9 @@ async def test_an_update_that_raises_is_booked_as_lost_and_the_next_goes_on() ->
         gen = rt.start(Generator(policy))
         envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
         trainer = rt.start(Trainer(envs, Fails(policy, 4), updates=3))
-        with pytest.raises(ValueError, match="once"):
+        with pytest.raises(ValueError, match="once") as caught:
             await anext(trainer)
+        assert caught.value.__notes__ == ["in update 1 of trainer"]
         assert (await anext(trainer)).dropped["lost"] == 4
         assert_sound(envs.admission.ledger())
 
@@ -88,7 +143,7 @@ def test_a_policy_whose_rows_are_of_no_use_ends_the_run(policy: ScriptedPolicy, 
         async with Runtime(VirtualMachine({})) as rt:
             gen = rt.start(Generator(policy))
             envs = rt.start(EnvGroup(SPEC, actor=gen, count=3))
-            async for _ in rt.start(Trainer(envs, ScriptedLearner(6), updates=3)):
+            async for _ in rt.start(Trainer(envs, RecordingLearner(policy, 6), updates=3)):
                 pass
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -145,3 +200,21 @@ async def test_two_groups_of_one_name_have_streams_of_their_own() -> None:
             rt.start(EnvGroup(SPEC, actor=gen, count=1, program=program)).open_training(10, max_lag=0)
         await asyncio.sleep(1.0)
     assert len(np.unique(drawn)) == 2
+
+
+@virtually
+async def test_a_policy_that_was_changed_after_its_actor_was_made_acts_as_it_is() -> None:
+    """Weights that are loaded a line too late: without this the first batch would be that of others, at lag 0."""
+    policy = VersionedPolicy(SPEC)
+    async with Runtime(VirtualMachine({})) as rt:
+        gen = rt.start(Generator(policy))
+        envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+        with torch.no_grad():
+            policy.weight.fill_(7.0)
+        learner = RecordingLearner(policy, 4)
+        trainer = rt.start(Trainer(envs, learner, updates=1))
+        assert gen.weights.version == 0
+        with gen.weights.lease() as lease:
+            assert lease.weights.weight.item() == 7
+        async for report in trainer:
+            assert report.lag_counts == (4,)

@@ -34,6 +34,7 @@ from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup
 from ebrl.sim.programs import receding_horizon
 from ebrl.sim.spec import env_spec
+from ebrl.train.grpo import GRPO, GRPOConfig
 from ebrl.train.journal import parameter_digest
 from ebrl.train.ppo import PPO, PPOConfig
 from ebrl.train.trainer import Trainer
@@ -298,6 +299,52 @@ def test_what_no_log_can_repeat_ends_it_and_not_the_run(
     assert report.describe().splitlines()[1:] == [report.end]
 
 
+@pytest.mark.parametrize("when", ["before the first update", "between two"])
+def test_where_somebody_else_publishes_the_log_ends(when: str, tmp_path: Path) -> None:
+    log, first = tmp_path / "log", when == "before the first update"
+
+    async def main() -> None:
+        learner = make()
+        async with Runtime(heavy_tails(0), seed=3, record=log) as rt:
+            gen = rt.start(Generator(learner.policy))
+            if first:
+                await gen.publish(learner.policy)
+            envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=6, failures=PATIENT))
+            async for report in rt.start(Trainer(envs, learner, updates=5)):
+                if report.update == 2 and not first:
+                    await gen.publish(learner.policy)
+
+    run_virtual(main())
+    why = f"version {1 if first else 3} was published by somebody else, or an update before this one failed"
+    assert lines(log)[-1] == {"unreplayable": why}
+    report = replay(log, LENGTHS, make())
+    assert (report.mismatch, report.updates, report.end) == (
+        None,
+        0 if first else 2,
+        f"what follows cannot be repeated: {why}",
+    )
+
+
+def test_who_is_cancelled_in_an_update_leaves_a_log_that_can_be_repeated(tmp_path: Path) -> None:
+    async def impatient() -> int:
+        learner, num_timeouts = make(), 0
+        async with Runtime(heavy_tails(0), seed=3, record=tmp_path / "log") as rt:
+            gen = rt.start(Generator(learner.policy))
+            envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=6, failures=PATIENT))
+            trainer = rt.start(Trainer(envs, learner, updates=5))
+            while trainer.reading().num_updates < 5:
+                try:
+                    async with asyncio.timeout(0.1):
+                        await anext(trainer)
+                except TimeoutError:
+                    num_timeouts += 1
+        return num_timeouts
+
+    assert run_virtual(impatient()) > 5
+    report = replay(tmp_path / "log", LENGTHS, make())
+    assert (report.mismatch, report.updates, report.end) == (None, 5, "")
+
+
 # Different.
 
 
@@ -483,6 +530,8 @@ def test_another_environment_or_learner_is_refused(recorded: Path) -> None:
         replay(recorded, replace(LENGTHS, id="other"), make())
     with pytest.raises(ConfigError, match="recorded with batches of 24, not with 12: give the same"):
         replay(recorded, LENGTHS, make(batch_size=12))
+    with pytest.raises(ConfigError, match="a recorded run has no groups, which GRPO learns from"):
+        replay(recorded, LENGTHS, GRPO(make().policy, GRPOConfig(batch_size=24, minibatch_size=12)))
     with pytest.raises(ConfigError, match="the policy does not begin with the weights of the run"):
         replay(recorded, LENGTHS, make(seed=1))
     learner = make()

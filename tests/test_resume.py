@@ -124,7 +124,7 @@ def test_a_resumed_run_has_credit_for_what_fits_beside_what_is_open(version: int
     saved, _ = saved_after(2, 4.0, on_resume=on_resume)
     experience, ledger, num = saved.experience, saved.experience.ledger, (version - 2) * 12
     ledger = replace(ledger, started=ledger.started + num, trained=ledger.trained + num)
-    saved = replace(saved, update=version, experience=replace(experience, ledger=ledger))
+    saved = replace(saved, update=version, version=version, experience=replace(experience, ledger=ledger))
     num_open = len(held(experience))
     assert num_open == ledger.buffered + ledger.parked > 0
     assert ledger.in_flight > 0

@@ -133,7 +133,12 @@ def test_what_cannot_be_resumed_is_one_line(folder: Path, capsys: pytest.Capture
     assert refused(capsys, *resume, "--seed", "3", "--num-envs", "4") == (
         "error: --resume goes on with the configuration of the run: leave out --seed, --num-envs"
     )
-    for own in (["--max-lag", "1"], ["--num_envs=16"], ["--ppo.batch-size", "1024"], ["--no-record"]):  # the defaults
+    for own in (
+        ["--max-lag", "1"],
+        ["--num_envs=16"],
+        ["--ppo.batch-size", "32"],
+        ["--no-record"],
+    ):
         assert refused(capsys, *resume, *own).endswith(f": leave out {own[0].split('=')[0]}")
     nowhere = folder / "nowhere"
     assert "holds no config.json" in refused(capsys, "train", "--resume", str(nowhere))
@@ -200,7 +205,6 @@ def test_a_full_disk_is_one_line(
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr(folders, "save_file", save_file)
-    monkeypatch.setattr(run_folder, "save_file", save_file)
     folder = tmp_path / "run"
     assert main([*RUN, "--run-dir", str(folder)]) == 1
     shown = capsys.readouterr()

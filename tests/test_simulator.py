@@ -47,9 +47,11 @@ class Answers(gymnasium.Env[Any, Any]):
         return self.answer
 
 
-def answering(obs: Any = None, reward: Any = 0.0, info: Any = None, observation: Any = OBS) -> Simulator:
+def answering(
+    obs: Any = None, reward: Any = 0.0, info: Any = None, observation: Any = OBS, ends: Any = (False, False)
+) -> Simulator:
     obs = np.zeros(3, np.float32) if obs is None else obs
-    env = Answers((obs, reward, False, False, {} if info is None else info), (obs, {}))
+    env = Answers((obs, reward, *ends, {} if info is None else info), (obs, {}))
     sim = Simulator(EnvSpec("answers", lambda: env, observation, ACTION))
     sim.reset(0)
     return sim
@@ -213,7 +215,22 @@ def test_rewards_become_floats(reward: Any) -> None:
     assert answering(reward=reward).step(ZERO).rewards == (1.5,)
 
 
-@pytest.mark.parametrize("reward", [float("nan"), np.float32("inf"), None, "1", np.zeros(2)])
+@pytest.mark.parametrize("end", [True, np.True_, 1, np.array(True), np.array([1])])
+def test_ends_become_bools(end: Any) -> None:
+    for ends, told in (((end, False), (True, False)), ((np.False_, end), (False, True))):
+        result = answering(ends=ends).step(ZERO)
+        assert (result.terminated, result.truncated) == told
+
+
+@pytest.mark.parametrize("end", [None, "False", 0.5, np.zeros(2)])
+@pytest.mark.parametrize("ends", ["terminated", "truncated"])
+def test_what_is_no_end_is_refused(ends: str, end: Any) -> None:
+    told = (end, False) if ends == "terminated" else (True, end)
+    with pytest.raises(InvalidData, match=f"{ends}: expected True or False, got "):
+        answering(ends=told).step(ZERO)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), np.float32("inf"), 1e300, -1e39, None, "1", np.zeros(2)])
 def test_wrong_rewards_are_refused(reward: Any) -> None:
     with pytest.raises(InvalidData, match="reward: expected"):
         answering(reward=reward).step(ZERO)

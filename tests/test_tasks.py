@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from ebrl.core.errors import ConfigError
 from ebrl.core.leases import Lender
 from ebrl.core.machine import LocalMachine
-from ebrl.core.records import ArraySpec, EnvSpec, Episode
+from ebrl.core.records import ArraySpec, EnvSpec, Episode, UpdateReport
 from ebrl.core.runtime import Runtime
 from ebrl.core.testing import settle
 from ebrl.core.virtual import run_virtual
@@ -270,3 +271,22 @@ async def test_reports_and_metrics_name_tasks_where_there_are_several() -> None:
     async with training(SHORT, count=4, batch_size=12, updates=1) as stage:
         (report,) = [report async for report in stage.trainer]
     assert (report.tasks, [name for name in flatten(report) if "rollout/return/" in name]) == (("short",), [])
+
+
+def report(*episodes: Episode) -> UpdateReport:
+    return UpdateReport(3, 64, 12_345, 6.78, 0.5, 0.25, 0.98, 1, (1, 63), {}, episodes, {})
+
+
+def test_a_report_is_one_line() -> None:
+    ends = "lag 0.98 (max 1), 12,345 env steps in 6.8 s; waited 0.50 s, updated 0.25 s"
+    assert report().describe() == f"update 3: no episode has ended, {ends}"
+    assert (
+        report(episode("", None), episode("", None, 2.0)).describe() == f"update 3: return 1.50 of 2 episodes, {ends}"
+    )
+    known = report(episode("", True), episode("", False, 2.0)).describe()
+    assert known == f"update 3: return 1.50 of 2 episodes, success 50%, {ends}"
+
+
+def test_the_mean_return_does_not_depend_on_who_ended_first() -> None:
+    episodes = [episode("", None, x) for x in (1e16, 1.0, -1e16, 0.1, 0.2, 0.3)]
+    assert {report(*order).mean_return for order in itertools.permutations(episodes)} == {1.6 / 6}

@@ -153,10 +153,17 @@ def test_what_carried_slots_do_is_not_looked_at() -> None:
     sim = VectorSimulator(replace(spec(), make=lambda: env))
     sim.reset(SEEDS)
     env.over[:] = False
-    with pytest.raises(InvalidData, match="rewards: expected finite numbers, got nan in slot 1"):
+    with pytest.raises(InvalidData, match="rewards: expected a finite number each, got nan in slot 1"):
         sim.step(ONE)
     sim.reset({0: 1, 2: 1})
     assert sim.step(ONE).rewards == [(1.0,), (), (1.0,)]
+
+
+def test_rewards_that_would_spoil_every_statistic_are_refused() -> None:
+    sim = VectorSimulator(replace(spec(), make=lambda: Counting(reward=np.array([1.0, -1e300, 1.0]))))
+    sim.reset(SEEDS)
+    with pytest.raises(InvalidData, match=r"rewards: expected a number of at most 1e\+38 each, got -1e\+300 in slot 1"):
+        sim.step(ONE)
 
 
 def test_steps_at_the_wrong_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from ebrl.core.errors import Closed, Deadlock
+from ebrl.core.errors import Closed, ConfigError, Deadlock
 from ebrl.core.pools import Pool
+from ebrl.core.runtime import Runtime
 from ebrl.core.scope import Scope
 from ebrl.core.testing import Sequencer, no_leaks, settle
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_gpu import GpuModel
 from ebrl.core.virtual_machine import VirtualMachine, spend
-from tests.helpers import virtually
+from tests.helpers import the_failure, virtually
 
 
 def now() -> float:
@@ -457,3 +459,19 @@ def test_a_thread_pool_that_is_shut_down_does_not_stop_the_clock() -> None:
         return now()
 
     assert run_virtual(main()) == 1.0
+
+
+@pytest.mark.parametrize("seconds", [-0.02, math.nan, math.inf, None, "x"])
+def test_a_law_that_returns_no_seconds_ends_the_run_and_is_named(seconds: Any) -> None:
+    async def main() -> None:
+        async with Runtime(VirtualMachine({"sim": lambda n, rng: seconds})) as rt:
+            await rt.machine.lane("sim", "one").run(int)
+
+    error = the_failure(main())
+    assert isinstance(error, ConfigError)
+    assert str(error) == f"the latency law of 'sim' must return seconds, 0 or more, got {seconds!r}"
+
+
+def test_a_law_is_a_function() -> None:
+    with pytest.raises(ConfigError, match=r"the latency law of 'gen' must be a function of \(n, rng\), got 0.02"):
+        VirtualMachine({"gen": 0.02})  # type: ignore[dict-item]

@@ -121,6 +121,25 @@ async def test_a_cancelled_publish_changes_nothing_and_the_next_one_works() -> N
 
 
 @virtually
+async def test_a_publish_that_is_cancelled_while_it_copies_ends_and_nobody_writes_beside_it() -> None:
+    """The copy cannot be stopped: another one into the same buffer would tear both."""
+    store, lane = make_store(), VirtualMachine({"io": lambda n, rng: 1.0}).lane("io", "publish")
+    before = lane.run(int)
+    publish = asyncio.create_task(store.publish(filled(1), lane))
+    await asyncio.sleep(0.5)
+    publish.cancel()
+    await settle()
+    with pytest.raises(ConfigError, match="two trainers publish"):
+        await store.publish(filled(2), lane)
+    await before
+    await settle()
+    assert store.version == 1
+    with store.lease() as lease:
+        assert (lease.version, lease.weights[0]) == (1, 1)
+    assert await store.publish(filled(3), lane) == 2
+
+
+@virtually
 async def test_a_failed_copy_is_raised_and_publishes_nothing() -> None:
     store, lane = make_store(), VirtualMachine({}).lane("io", "publish")
     with pytest.raises(ValueError):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from ebrl.core.errors import EbrlError
+from ebrl.core.errors import ConfigError, EbrlError
 
 FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -72,6 +72,7 @@ def _dispatch(args: Sequence[str] | None) -> int:
         "probe": ProbeConfig,
         "replay": ReplayConfig,
     }
+    _refuse_options_of_resumed(sys.argv[1:] if args is None else args)
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
@@ -87,9 +88,16 @@ def _dispatch(args: Sequence[str] | None) -> int:
     if isinstance(command, ReplayConfig):
         return replay_run(command)
     if isinstance(command, TrainConfig):
-        words = sys.argv[1:] if args is None else args
-        return train(command, [word.split("=")[0] for word in words if word.startswith("--")])
+        return train(command)
     return eval_run(command)
+
+
+def _refuse_options_of_resumed(words: Sequence[str]) -> None:
+    """Refuse what a resumed run has of its own, before anything is made of it: it would be checked beside defaults."""
+    given = [word.split("=")[0] for word in words if word.startswith("--")]
+    own = [option for option in given if option not in ("--resume", "--updates")]
+    if "--resume" in given and own and "--help" not in own:
+        raise ConfigError(f"--resume goes on with the configuration of the run: leave out {', '.join(own)}")
 
 
 @contextlib.contextmanager

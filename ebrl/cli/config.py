@@ -133,20 +133,16 @@ class TrainConfig:
         """Updates at most."""
         return 200 if self.updates is None else self.updates
 
-    def of_resumed(self, record: Mapping[str, Any], given: Iterable[str]) -> TrainConfig:
+    def of_resumed(self, record: Mapping[str, Any]) -> TrainConfig:
         """Return the configuration of the run that this one resumes.
 
         Args:
             record: As `ebrl.cli.folder.write_config` wrote it.
-            given: Options that the command names, as it does, whether or not their value is the default.
 
         Raises:
-            ConfigError: Options were given that the run has of its own, or the record is not ours.
+            ConfigError: The record is not ours.
         """
         assert self.resume is not None
-        own = [option for option in given if option not in ("--resume", "--updates")]
-        if own:
-            raise ConfigError(f"--resume goes on with the configuration of the run: leave out {', '.join(own)}")
         saved = config_of(record, self.resume)
         updates = self.updates or saved.updates
         return replace(saved, resume=self.resume, run_dir=self.resume, updates=updates, record=False)

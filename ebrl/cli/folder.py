@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ebrl import __version__
 from ebrl.cli.config import TrainConfig
 from ebrl.core.errors import CheckpointError, ConfigError, in_short
+from ebrl.train.folders import save_tensors
 
 PROFILE = "profile.json"
 EVENTS = "events.jsonl"
@@ -90,7 +91,7 @@ def save_policy(policy: torch.nn.Module, folder: Path) -> Path:
     path = folder / "policy.safetensors"
     try:
         with _whole(path) as partial:
-            save_file({name: tensor.contiguous() for name, tensor in policy.state_dict().items()}, partial)
+            save_tensors(partial, {name: tensor.contiguous() for name, tensor in policy.state_dict().items()})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: the policy could not be saved: {error}") from error
     return path

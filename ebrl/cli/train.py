@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -32,12 +32,11 @@ from ebrl.train.ppo import PPO
 from ebrl.train.trainer import Trainer
 
 
-def train(config: TrainConfig, given: Iterable[str] = ()) -> int:
+def train(config: TrainConfig) -> int:
     """Run the command.
 
     Args:
         config: Of the run.
-        given: Options that the command names.
 
     Returns:
         Exit status: 0, or 3 when a target was set and not reached.
@@ -50,7 +49,7 @@ def train(config: TrainConfig, given: Iterable[str] = ()) -> int:
         if config.resume is None:
             run_folder.refuse_existing(config.folder)
         else:
-            config = config.of_resumed(run_folder.load_config(config.resume), given)
+            config = config.of_resumed(run_folder.load_config(config.resume))
             stack.enter_context(locked(config.folder))
         saves = Checkpointer(config.folder / run_folder.CHECKPOINTS)
         saved = newest(saves, config) if config.resume is not None else None

@@ -32,10 +32,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import Closed, ConfigError, logger
 
 if TYPE_CHECKING:
     from ebrl.core.saved import SavedExperience
+
+ENDLESS = 32
+"""Times as many decisions of groups as credit is for lie in open episodes: then a warning says so."""
+ENDLESS_EPISODES = (
+    "%d decisions lie in episodes of groups that have not ended, and batches of %d wait for them: do episodes end at "
+    "all? A horizon ends them: env_spec(..., horizon=...)"
+)
 
 Drop = Literal["masked", "intervention", "unexecuted", "cancelled", "lost", "incomplete", "filtered"]
 
@@ -75,6 +82,7 @@ class Admission:
         self._ahead = [0] * num_envs  # likewise: trained - version * quota
         self._quota: int | None = None
         self._limit = 0
+        self._endless = sys.maxsize
         self._batch_size = 0
         self._max_lag = 0
         self._closed = False
@@ -126,6 +134,7 @@ class Admission:
         self._quota = batch_size // self._num_envs if per_env else None
         self._whole = whole
         self._limit = sys.maxsize if whole else (max_lag + 1) * batch_size
+        self._endless = ENDLESS * (max_lag + 1) * batch_size
         if saved is not None:
             ledger = saved.ledger
             assert ledger.balanced, ledger
@@ -310,6 +319,9 @@ class Admission:
         ready, usable = self._ready, self._buffered if self._whole else self._parked + self._buffered
         if ready is not None and not ready.done() and usable >= self._batch_size:
             ready.set_result(None)
+        elif self._whole and self._parked > self._endless:
+            self._endless = sys.maxsize  # said once
+            logger.warning(ENDLESS_EPISODES, self._parked, self._batch_size)
 
 
 def _begin(admission: Admission, envs: Sequence[int], sign: int = 1) -> None:

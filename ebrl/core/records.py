@@ -253,7 +253,8 @@ class GroupRule:
     Attributes:
         success_bounds: Lowest and highest success rate of a group, inclusive; others are dropped as ``filtered``, since
             where all members do equally well there is nothing to compare. None: all groups are trained.
-        success_return: Sum of rewards from which an episode counts as a success; None: what ``info`` says.
+        success_return: Sum of the rewards of its decisions from which an episode counts as a success; None: what
+            ``info`` says.
     """
 
     success_bounds: tuple[float, float] | None = None
@@ -334,7 +335,7 @@ class Episode:
 def mean_return(episodes: Iterable[Episode]) -> float:
     """Return the mean over episodes; NaN of none."""
     returns = [episode.total_reward for episode in episodes]
-    return sum(returns) / len(returns) if returns else math.nan
+    return math.fsum(returns) / len(returns) if returns else math.nan  # whatever the order in which they came
 
 
 def success_rate(episodes: Iterable[Episode]) -> float:
@@ -361,7 +362,7 @@ class UpdateReport:
     """One update of the learner, and what the runtime did meanwhile.
 
     Attributes:
-        update: Number of this update, from 1; equals the version it published.
+        update: Number of this update, from 1; the version that it published, if nobody else has published.
         num_decisions: Trained in this update.
         env_steps: Simulator steps recorded since the run began.
         elapsed_s: Loop time since the trainer started.
@@ -372,7 +373,7 @@ class UpdateReport:
         lag_counts: Decisions of the batch by lag: of entry i, those that were i versions behind.
         metrics: What the learner measured (losses, ratios, gradients).
         episodes: Finished since the last report.
-        dropped: Decisions dropped since the run began, by reason.
+        dropped: Decisions dropped since the run began, by reason (`ebrl.core.admission.Drop`).
         tasks: That the environments have.
         faults: What was done about simulators that failed, since this process began: ``restarts``, ``dropped_envs`` and
             ``leaked_threads``.
@@ -392,6 +393,17 @@ class UpdateReport:
     dropped: Mapping[str, int]
     tasks: tuple[str, ...] = ()
     faults: Mapping[str, int] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Return one line."""
+        num, rate = len(self.episodes), self.success_rate
+        score = f"return {self.mean_return:.2f} of {num} episodes" if num else "no episode has ended"
+        success = "" if math.isnan(rate) else f", success {rate:.0%}"
+        return (
+            f"update {self.update}: {score}{success}, lag {self.lag_mean:.2f} (max {self.lag_max}), "
+            f"{self.env_steps:,} env steps in {self.elapsed_s:.1f} s; waited {self.rollout_s:.2f} s, "
+            f"updated {self.update_s:.2f} s"
+        )
 
     @property
     def mean_return(self) -> float:

@@ -1,4 +1,4 @@
-"""`Scope`: structured concurrency for everything that EBRL runs; no other module creates tasks, but `ebrl.sim.inline`.
+"""`Scope`: structured concurrency for everything that EBRL runs; the two others that create tasks say why.
 
 A scope is an `asyncio.TaskGroup` whose owner's exit ends its children. TaskGroup alone waits for them instead, and
 `TaskGroup.cancel` does not exist before Python 3.15.

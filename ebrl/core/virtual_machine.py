@@ -8,6 +8,7 @@ share a GPU slow each other down as `GpuModel` says.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from ebrl.core.virtual_gpu import GpuModel, VirtualGpu
 T = TypeVar("T")
 Law: TypeAlias = Callable[[int, np.random.Generator], float]
 """``law(n, rng)``: seconds that a call with `n` units of work takes."""
+NUMBERS = (float, int, np.floating, np.integer)
 
 _call = threading.local()  # of the thread that runs a virtual call: the seconds it has spent
 
@@ -201,7 +203,8 @@ class VirtualMachine:
         """Describe the machine.
 
         Args:
-            laws: Latency law per kind of lane; a kind without one takes no time. Work of ``n=0`` takes none either.
+            laws: Latency law per kind of lane: ``"sim"``, ``"gen"``, ``"train"``, and ``"io"`` for what is written.
+                One without takes no time. Work of ``n=0`` takes none either.
             num_cores: What simulators share, and whatever else is on cores.
             servers: Calls of one kind that run at once; default: one, and `num_cores` for what is on cores.
             on_cores: Kinds whose work takes cores: ``("sim", "gen", "train")`` for a machine without a GPU.
@@ -210,8 +213,12 @@ class VirtualMachine:
             seed: Of the latencies; every lane draws from a stream of its own.
 
         Raises:
-            ConfigError: `num_cores` or one of `servers` is no whole number of at least 1.
+            ConfigError: `num_cores` or one of `servers` is no whole number of at least 1, or a law no function. Later,
+                and the run ends with it: a law returns something else than seconds.
         """
+        for kind, law in laws.items():
+            if not callable(law):
+                raise ConfigError(f"the latency law of {kind!r} must be a function of (n, rng), got {law!r}")
         self.num_cores = whole("num_cores", num_cores)
         self.memory_mib = memory_mib
         self.gpu = VirtualGpu(gpu) if gpu is not None else None
@@ -249,7 +256,12 @@ class VirtualMachine:
         law, rng = self._laws.get(kind), stream(self._seed, Domain.LATENCY, self._num_lanes)
 
         def seconds(n: int) -> float:
-            return law(n, rng) if law is not None and n else 0.0
+            if law is None or not n:
+                return 0.0
+            duration_s: object = law(n, rng)
+            if not isinstance(duration_s, NUMBERS) or not 0 <= duration_s < math.inf:
+                raise ConfigError(f"the latency law of {kind!r} must return seconds, 0 or more, got {duration_s!r}")
+            return float(duration_s)
 
         def run_for(duration_s: float, done: Callable[[], None]) -> None:
             for seconds, told in self._foreseen:

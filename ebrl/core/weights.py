@@ -94,7 +94,7 @@ class WeightStore(Generic[W]):
 
         Args:
             source: Not written to by anyone until this returns.
-            lane: Where the copy runs.
+            lane: Where the copy runs. Who is cancelled meanwhile does not stop it: the version is published.
 
         Returns:
             The new version.
@@ -105,20 +105,25 @@ class WeightStore(Generic[W]):
         if self._publishing:
             raise ConfigError("two trainers publish to one generator: give each learner a generator of its own")
         self._publishing = True
-        try:
-            return await self._publish(source, lane)
-        finally:
-            self._publishing = False
-
-    async def _publish(self, source: Any, lane: Lane) -> int:
         back = 1 - self._front
-        while self._readers[back]:
-            self._free = asyncio.get_running_loop().create_future()
-            await self._free
-        await lane.run(self._copy, source, self._buffers[back], n=0)
-        self._front = back
-        self._version += 1
-        return self._version
+        try:
+            while self._readers[back]:
+                self._free = asyncio.get_running_loop().create_future()
+                await self._free
+            copied = lane.run(self._copy, source, self._buffers[back], n=0)
+        except BaseException:
+            self._publishing = False
+            raise
+        version = self._version + 1
+        copied.add_done_callback(self._flip)
+        await asyncio.shield(copied)
+        return version
+
+    def _flip(self, copied: asyncio.Future[None]) -> None:
+        self._publishing = False
+        if not copied.cancelled() and copied.exception() is None:
+            self._front = 1 - self._front
+            self._version += 1
 
     def _release(self, index: int) -> None:
         self._readers[index] -= 1

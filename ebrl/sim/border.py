@@ -18,6 +18,8 @@ from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation, StepResult
 
 SUCCESS: Final = ("success", "is_success")
 """Where `info` says whether an episode is one."""
+MOST_REWARD: Final = 1e38
+"""Larger ones are no float32, and their squares spoil every statistic that they enter."""
 SCALARS: Final = (float, int, np.floating, np.integer, np.bool_)
 _FOREVER: Final = 1 << 62
 _AFTER_ERROR: Final = "step after an error: call reset first"
@@ -171,7 +173,7 @@ def as_reward(reward: Any) -> float:
         reward: A number, or an array of shape ``()`` or ``(1,)``.
 
     Raises:
-        InvalidData: It is not one finite number.
+        InvalidData: It is not one finite number, or beyond `MOST_REWARD`.
     """
     if isinstance(reward, SCALARS):
         value = float(reward)
@@ -180,9 +182,30 @@ def as_reward(reward: Any) -> float:
         if array.shape not in {(), (1,)} or array.dtype.kind not in "fiub":
             raise InvalidData(f"reward: expected one number, got {_found(reward)}")
         value = float(array.reshape(()))
-    if not isfinite(value):
-        raise InvalidData(f"reward: expected a finite number, got {value}")
+    if not -MOST_REWARD <= value <= MOST_REWARD:
+        raise InvalidData(f"reward: expected {within(value)}, got {value}")
     return value
+
+
+def within(reward: float) -> str:
+    """Return words for what a reward that is refused should have been."""
+    return f"a number of at most {MOST_REWARD:g}" if isfinite(reward) else "a finite number"
+
+
+def as_end(name: str, flag: Any) -> bool:
+    """Return whether an episode has ended, as `step` says it.
+
+    Args:
+        name: For the message.
+        flag: A bool, or a whole number, or an array of one of them.
+
+    Raises:
+        InvalidData: It is something else; that None and ``"False"`` had a truth of their own would surprise.
+    """
+    array = np.asarray(flag)
+    if array.size != 1 or array.dtype.kind not in "biu":
+        raise InvalidData(f"{name}: expected True or False, got {_found(flag)}")
+    return bool(array.reshape(()))
 
 
 def as_flag(name: str, flag: Any) -> bool | None:
@@ -285,7 +308,7 @@ class Border:
             Whether the episode has ended.
 
         Raises:
-            InvalidData: The reward is not one finite number, or success not one flag.
+            InvalidData: The reward is not one finite number, an end not True or False, or success not one flag.
             SimulatorError: The simulator broke its interface.
         """
         if not isinstance(result, tuple) or len(result) != 5:
@@ -293,12 +316,16 @@ class Border:
                 f"step: expected (observation, reward, terminated, truncated, info), got {_shape_of(result)}"
             )
         reward = result[1]
-        self._rewards.append(reward if type(reward) is float and isfinite(reward) else as_reward(reward))
+        usual = type(reward) is float and -MOST_REWARD <= reward <= MOST_REWARD
+        self._rewards.append(reward if usual else as_reward(reward))
         self._left -= 1
         if self._flags is not None:
             for name, flag in _flags_of(result[4]).items():
                 self._flags[name] = flag or self._flags.get(name, False)
-        return bool(result[2] or result[3] or self._left <= 0)
+        terminated, truncated = result[2], result[3]
+        if type(terminated) is not bool or type(truncated) is not bool:
+            terminated, truncated = as_end("terminated", terminated), as_end("truncated", truncated)
+        return terminated or truncated or self._left <= 0
 
     def give(self, result: tuple[Any, ...]) -> StepResult:
         """Return what a chunk came to, of which this was the last step.

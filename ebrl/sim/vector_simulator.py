@@ -20,7 +20,16 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from ebrl.core.errors import ConfigError, InvalidAction, InvalidData, SimulatorError
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation
-from ebrl.sim.border import SUCCESS, ActionReader, as_actions, as_flag, describe, observation_reader
+from ebrl.sim.border import (
+    MOST_REWARD,
+    SUCCESS,
+    ActionReader,
+    as_actions,
+    as_flag,
+    describe,
+    observation_reader,
+    within,
+)
 from ebrl.sim.simulator import construction_lock
 
 SLOT_SEEDS = "slot_seeds"
@@ -304,9 +313,10 @@ def _rewards(value: Any, run: Array) -> Array:
     if array.size != len(run) or array.dtype.kind not in "fiub":
         raise InvalidData(f"rewards: expected {len(run)} numbers, got {describe(array.dtype, array.shape)}")
     numbers: Array = array.reshape(len(run)).astype(np.float64)
-    bad = np.flatnonzero(run & ~np.isfinite(numbers))
+    bad = np.flatnonzero(run & ~(np.abs(numbers) <= MOST_REWARD))
     if len(bad):
-        raise InvalidData(f"rewards: expected finite numbers, got {numbers[bad[0]]} in slot {bad[0]}")
+        number = float(numbers[bad[0]])
+        raise InvalidData(f"rewards: expected {within(number)} each, got {number} in slot {bad[0]}")
     return numbers
 
 

@@ -44,7 +44,8 @@ class Checkpoint:
     """A run between two updates; pass it to ``Trainer(resume=...)``.
 
     Attributes:
-        update: Updates done, which is the version that acted.
+        update: Updates done.
+        version: Of the weights that acted; more than `update` where somebody had published before this run did.
         elapsed_s: Loop time of the run so far.
         learner: What its `state_dict` returned; on the CPU.
         experience: Of the environments.
@@ -52,6 +53,7 @@ class Checkpoint:
     """
 
     update: int
+    version: int
     elapsed_s: float
     learner: Mapping[str, Any] = field(repr=False)
     experience: SavedExperience = field(repr=False)
@@ -104,6 +106,7 @@ class Checkpointer:
         self._lane: tuple[Runtime, Lane] | None = None
         self._last = 0  # number of the newest checkpoint that was read or written here
         self._stuck: set[int] = set()  # those that could not be removed
+        self._damaged: set[int] = set()  # those that `latest` could not use: they do not count as kept
 
     async def save(self, trainer: Trainer) -> Path:
         """Write a checkpoint; it is on the disk when this returns.
@@ -155,6 +158,7 @@ class Checkpointer:
                 return load(path)
             except CheckpointError as error:
                 logger.warning("checkpoint %s is not used: %s", path.name, error)
+                self._damaged.add(number_of(path))
                 first = first or error
         if first is not None:
             raise CheckpointError(f"no checkpoint in {self.folder} can be used; the newest: {first}") from first
@@ -172,7 +176,8 @@ class Checkpointer:
             self._discard(leftovers(self.folder))
             path = store(checkpoint, self.folder)
             self._last = number_of(path)
-            self._discard([*before, path][: -self.keep])
+            whole = [number_of(each) for each in [*before, path] if number_of(each) not in self._damaged]
+            self._discard(each for each in before if number_of(each) < whole[-self.keep :][0])
         return path
 
     def _discard(self, paths: Iterable[Path]) -> None:
@@ -216,6 +221,7 @@ def store(checkpoint: Checkpoint, folder: Path) -> Path:
     experience: Tensors = {}
     content = {
         "update": checkpoint.update,
+        "version": checkpoint.version,
         "elapsed_s": checkpoint.elapsed_s,
         "learner": pack(checkpoint.learner, learner, "learner"),
         "experience": pack(_columns(checkpoint.experience), experience, "experience"),
@@ -238,6 +244,7 @@ def load(path: Path) -> Checkpoint:
         content, files = read(path)
         return Checkpoint(
             update=int(content["update"]),
+            version=int(content["version"]),
             elapsed_s=float(content["elapsed_s"]),
             learner=unpack(content["learner"], files["learner.safetensors"]),
             experience=_experience(unpack(content["experience"], files["experience.safetensors"])),

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from ebrl.train.tree import Tensors
 logger = logging.getLogger("ebrl")
 
 FORMAT: Final = "ebrl checkpoint"
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 MANIFEST: Final = "manifest.json"
 NAME: Final = re.compile(r"(\d{6,})-update-\d+")
 PARTIAL: Final = re.compile(rf"\.{NAME.pattern}\.partial")
@@ -181,8 +182,20 @@ def _matches(folder: Path, name: re.Pattern[str]) -> list[Path]:
     return [path for path in paths if name.fullmatch(path.name) is not None]
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> str:
+def save_tensors(path: Path, tensors: Tensors) -> None:
+    """Write a file of tensors that others may read where they may read other new files; safetensors makes it private.
+
+    Raises:
+        OSError, SafetensorError: It could not be written.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     save_file(tensors, path)
+    path.chmod(mode)
+
+
+def _write_tensors(path: Path, tensors: Tensors) -> str:
+    save_tensors(path, tensors)
     sync(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -38,7 +38,8 @@ class Groups:
     def admit(self, segments: Sequence[Segment]) -> tuple[list[Segment], list[Dropped]]:
         """Give segments their advantages, and take out groups that the rule does not want.
 
-        A member's return is the sum of the rewards of all its decisions, those that are not trained included.
+        A member's return is the sum of the rewards of all its decisions, those that are not trained included. What came
+        before the first one (`EnvContext.intervene`) is not in it: the policy has no part in that.
 
         Args:
             segments: All of each cohort, in any order.

@@ -21,6 +21,7 @@ from torch import Tensor
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import GroupRule, TrainBatch
 from ebrl.train.learner import Rollout, TorchLearner
+from ebrl.train.losses import mean_entropy
 from ebrl.train.options import LearnerConfig
 from ebrl.train.surrogate import PolicyLoss
 
@@ -96,7 +97,7 @@ class GRPO(TorchLearner):
         for rows in self.minibatches(rollout, cfg.epochs):
             log_prob_BHA, _, entropy_BHA = self.evaluate(rollout, rows)
             surrogate = policy_loss(log_prob_BHA, advantage_B[rows], rows, self.proximal_log_prob(rollout, rows))
-            entropy = (rollout.weight[rows] * entropy_BHA.sum((1, 2))).mean()
+            entropy = mean_entropy(entropy_BHA, rollout.executed[rows], rollout.weight[rows])
             loss = surrogate.policy_loss - cfg.entropy_coef * entropy
             minibatches.append(self.step(loss, **surrogate._asdict(), entropy=entropy))
 

@@ -67,7 +67,7 @@ class Journal:
         taken, self._taken = self._taken, []
         metrics = self._learner.update(batch)
         self._num_updates += 1
-        why = self._unreplayable(taken)
+        why = self._unreplayable(batch, taken)
         if why and not self._broken:
             self._broken = True
             self._events.write({"unreplayable": why})
@@ -90,7 +90,9 @@ class Journal:
         )
         self._events.write({MAGIC: SCHEMA, **software(), "seed": self._seed, **self._events.facts})
 
-    def _unreplayable(self, segments: Iterable[Segment]) -> str:
+    def _unreplayable(self, batch: TrainBatch, segments: Iterable[Segment]) -> str:
+        if batch.version != self._num_updates - 1:
+            return f"version {batch.version} was published by somebody else, or an update before this one failed"
         for segment in segments:
             env, index = segment.env, self._next.get(segment.env, 0)
             for decision in segment.decisions:

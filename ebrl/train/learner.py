@@ -93,6 +93,9 @@ class TorchLearner:
         gamma: Discount per `discount_unit`; of no use to recipes without rewards.
         discount_unit: Whether gamma counts simulator steps or decisions.
 
+    Raises:
+        PolicyError: The policy has no parameter that is trained.
+
     Attributes:
         proximal: Moving average of the policy that ratios are clipped around, if that was asked for.
         parts: What a checkpoint holds, by name; a recipe adds whatever else it goes on with.
@@ -112,6 +115,8 @@ class TorchLearner:
         self.ratio_level = config.ratio_level
         self.lag_watch = LagWatch()
         self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise PolicyError(f"{type(policy).__name__} has no parameter with requires_grad: nothing can be trained")
         self.device = self.parameters[0].device
         # fused: 70 us a step for two small networks on a CPU, against 190 (foreach) and 230 (one tensor at a time).
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.learning_rate, eps=config.adam_eps, fused=True)
@@ -139,15 +144,16 @@ class TorchLearner:
             ValueError: It has other parts.
         """
         known = {*self.parts, "num_updates", "rng", "options"}
+        then = state.get("options", {})
+        pairs = [(name, then.get(name), now) for name, now in self._options.items() if then]
+        changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
         for what, names in (("lacks", known - state.keys()), ("also has", state.keys() - known)):
             if names:
-                raise ValueError(f"it {what} {sorted(names)}")
+                raise ValueError(f"it {what} {sorted(names)} ({changed or 'the options are the same'})")
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        then = state["options"]
-        changed = [f"{name} {then.get(name)} -> {now}" for name, now in _plain(self._options) if then.get(name) != now]
         if changed:
-            logger.warning("goes on with other options than those of the checkpoint: %s", ", ".join(changed))
+            logger.warning("goes on with other options than those of the checkpoint: %s", changed)
         self.num_updates = state["num_updates"]
         torch.set_rng_state(state["rng"]["cpu"])
         if self.device.type == "cuda" and "cuda" in state["rng"]:
@@ -250,10 +256,10 @@ class TorchLearner:
             method, scored = "unroll", policy.unroll(observations, aux, rollout.sequences.lengths(rows))
         num, (_, *chunk) = len(rows), rollout.log_prob.shape
         forms = [tuple(x.shape) for x in scored]
-        if len(forms) != 3 or forms[:2] != [(num, *chunk), (num,)] or len(forms[2]) != 3 or forms[2][0] != num:
+        if forms != [(num, *chunk), (num,), (num, *chunk)]:
             raise PolicyError(
-                f"{type(self.policy).__name__}.{method} must return log_prob {(num, *chunk)}, value {(num,)} and "
-                f"entropy ({num}, H, A) of {num} rows, got {forms}: ebrl.check_policy finds such things before a run"
+                f"{type(self.policy).__name__}.{method} must return log_prob and entropy {(num, *chunk)} and value "
+                f"{(num,)} of {num} rows, got {forms}: ebrl.check_policy finds such things before a run"
             )
         log_prob_BHA, value_B, entropy_BHA = scored
         return log_prob_BHA, value_B, entropy_BHA
@@ -310,7 +316,8 @@ class TorchLearner:
         if not all(map(math.isfinite, means.values())):
             raise PolicyError(
                 f"update {self.num_updates + 1}: loss or gradient is not finite, so the weights are of no use any "
-                "more; a smaller learning rate or max_grad_norm may help"
+                "more; a smaller learning rate or max_grad_norm may help, or what the policy returns is not finite "
+                "(ebrl.check_policy)"
             )
         self.policy.observe({name: x[: rollout.num_decisions] for name, x in rollout.observations.items()})
         if self.proximal is not None:  # only weights are averaged: observations are scaled as the policy's are
@@ -385,12 +392,6 @@ def time_major(rollout: Rollout, layout: Layout, scores: Scores, reward_B: NDArr
 def take(tensors: Tensors, rows: Tensor) -> Tensors:
     """Return some rows of every tensor."""
     return {name: x.index_select(0, rows) for name, x in tensors.items()}
-
-
-def _plain(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield options as a checkpoint has them."""
-    for name, value in options.items():
-        yield name, list(value) if isinstance(value, tuple) else value
 
 
 def _place(segment: Segment) -> tuple[int, int]:

@@ -80,6 +80,17 @@ def broadcast(x_B: Tensor, like_X: Tensor) -> Tensor:
     return x_B.reshape(-1, *[1] * (like_X.dim() - 1))
 
 
+def mean_entropy(entropy_BHA: Tensor, executed_BH: Tensor, weight_B: Tensor) -> Tensor:
+    """Return the mean over decisions, by weight, of the sum over what was executed: of the rest nothing was tried.
+
+    Args:
+        entropy_BHA: Un-summed.
+        executed_BH: bool.
+        weight_B: Of the decisions.
+    """
+    return (weight_B * at_level(entropy_BHA, executed_BH, "decision")).mean()
+
+
 def behaviour_weight(anchor_X: Tensor, behaviour_X: Tensor, *, cap: float, beyond: BeyondCap = "clamp") -> Tensor:
     """Return ``w = pi_anchor / pi_behaviour``, without gradient; 1 at lag 0.
 

@@ -1,7 +1,8 @@
 """The scale of rewards, learned while they arrive.
 
-As gymnasium's and Stable-Baselines3's ``VecNormalize``: rewards are divided by the standard deviation of the running
-discounted return. The running return of an environment goes on from batch to batch, so the learner keeps it.
+As Stable-Baselines3's ``VecNormalize``: rewards are divided by the standard deviation of the running discounted return,
+which begins anew with every episode (gymnasium's ``NormalizeReward`` lets it go on after a truncation). It goes on from
+batch to batch, so the learner keeps it.
 """
 
 from __future__ import annotations

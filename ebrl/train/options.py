@@ -49,7 +49,7 @@ class LearnerConfig:
             with their correction for its beginning, in which there are few weights to average.
         proximal_decay: Of that average, per gradient step. An average over the last n steps has 1 - 1 / n; the paper
             has 0.889.
-        entropy_coef: Weight of the entropy of a decision.
+        entropy_coef: Weight of the entropy of a decision: the sum over the actions that were executed.
         max_grad_norm: Gradients are scaled down to it.
         adam_eps: Of Adam.
         anneal_updates: The learning rate goes linearly to 0 over so many updates, and stays there; None leaves it.

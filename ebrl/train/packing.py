@@ -1,6 +1,6 @@
 """Decisions and segments as columns of arrays, and back. Pure.
 
-Fields of the records that are numbers or labels are found by looking, so that a new one needs nothing here.
+Fields of the records that are whole numbers, truths or labels are found by looking: a new one needs nothing here.
 """
 
 from __future__ import annotations

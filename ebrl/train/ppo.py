@@ -22,7 +22,7 @@ from ebrl.core.errors import ConfigError
 from ebrl.core.records import TrainBatch
 from ebrl.train.advantages import gae, vtrace
 from ebrl.train.learner import DiscountUnit, Layout, Rollout, Scores, TorchLearner, time_major
-from ebrl.train.losses import MAX_LOG_RATIO, explained_variance, standardize, value_loss
+from ebrl.train.losses import MAX_LOG_RATIO, explained_variance, mean_entropy, standardize, value_loss
 from ebrl.train.normalizer import ReturnNormalizer
 from ebrl.train.options import LearnerConfig, check, one_of
 from ebrl.train.surrogate import PolicyLoss
@@ -127,7 +127,7 @@ class PPO(TorchLearner):
                 adv_B = standardize(adv_B, weight_B)
             surrogate = policy_loss(log_prob_BHA, adv_B * weight_B, rows, self.proximal_log_prob(rollout, rows))
             v_loss = value_loss(value_B, return_B[rows], weight_B)
-            entropy = (weight_B * entropy_BHA.sum((1, 2))).mean()
+            entropy = mean_entropy(entropy_BHA, rollout.executed[rows], weight_B)
             loss = surrogate.policy_loss + cfg.value_coef * v_loss - cfg.entropy_coef * entropy
             minibatches.append(self.step(loss, **surrogate._asdict(), value_loss=v_loss, entropy=entropy))
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Self
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError, ProgramError, whole, word
+from ebrl.core.errors import Closed, ConfigError, ProgramError, note, whole, word
 from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Actor, Experience, GroupLearner, Lane, Learner
 from ebrl.core.readings import TrainReading
 from ebrl.core.records import TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
+from ebrl.core.underway import Underway
 from ebrl.train.assemble import Assembler, Dropped
 from ebrl.train.checkpoint import Checkpoint, stateful
 from ebrl.train.groups import GroupAssembler, Groups
@@ -29,12 +30,18 @@ from ebrl.train.journal import Journal
 from ebrl.train.sampling import Sampling, share_metrics, weighted
 from ebrl.train.tree import copied
 
+LEAST_S = 0.05  # for a lane to end whose update did not end in time
+
+Result: TypeAlias = asyncio.Future[tuple[Mapping[str, float], NDArray[np.int64]]]
+"""What comes of an update on the lane: metrics, and how old the data were."""
+
 
 class Trainer:
     """A service, and an async iterator of one report per update.
 
-    The updates run in the caller's ``async for``: while its body runs no update does, so `learner.policy` may be read
-    there; rollouts go on, within their credit.
+    The updates are made for the caller's ``async for``: while its body runs no update does, so `learner.policy` may be
+    read there; rollouts go on, within their credit. Who is cancelled while an update runs does not undo it: it ends,
+    and the next report is of that one.
 
     Example::
 
@@ -85,21 +92,16 @@ class Trainer:
         self._groups = Groups(envs.group_size, learner.groups) if isinstance(learner, GroupLearner) else None
         self._threads = whole("Trainer.threads", threads)
         self._resume = resume
-        self._idle = asyncio.Event()  # no update runs
-        self._idle.set()
-        self._awaited = False  # somebody waits for that
-        self._half_done = False  # the last update failed or was cancelled
+        self._current = Underway[UpdateReport](f"an update of {name}")
         self._asked = False  # somebody waits for a report
         self._assembler: Assembler | GroupAssembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
         self._lane: Lane | None = None
         self._journal: Journal | None = None
-        self._num_updates = 0
-        self._num_trained = 0
+        self._failed = False  # the last update
+        self._num_updates = self._num_trained = 0
         self._profile = StageProfile("train", name)
-        self._update_s = 0.0
-        self._updated_s = 0.0
-        self._began_s = 0.0
+        self._update_s = self._updated_s = self._began_s = 0.0
 
     def open(self, runtime: Runtime) -> None:
         """Take a lane and open the group's credit; called by `Runtime.start`."""
@@ -116,9 +118,12 @@ class Trainer:
             self._journal = Journal(
                 runtime.events, self._learner, seed=runtime.seed, name=self.name, max_lag=self.max_lag
             )
+        weights = self._envs.actor.weights
+        if saved is None and not weights.version:
+            weights.begin(self._learner.policy, 0)  # it may have been changed since the actor was made
         if saved is not None:  # nobody has decided anything before credit is given: all is of the saved version
             saved.restore(self._learner)
-            self._envs.actor.weights.begin(self._learner.policy, saved.update)
+            weights.begin(self._learner.policy, saved.version)
             self._num_updates = saved.update
             self._began_s -= saved.elapsed_s
             for segment in saved.experience.taken:
@@ -182,30 +187,29 @@ class Trainer:
         """
         elapsed_s = self.runtime.clock() - self._began_s
         lane, learner, update = self._lane, stateful(self._learner), self._num_updates
+        version = self._envs.actor.weights.version
         assert lane is not None
-        if not self._idle.is_set():
+        if self._current.runs:
             raise ConfigError(f"{self.name} is in an update: save in the body of `async for report in trainer`")
-        if self._half_done:
-            raise ConfigError(f"{self.name} did not end its last update, which failed or was cancelled: do one first")
+        if self._failed:
+            raise ConfigError(f"the last update of {self.name} failed: do one before you save")
         saved = self._envs.save()
         saved = replace(saved, taken=self._assembler.segments)
         # Queued in the same turn of the loop: no update comes between.
         state = await lane.run(lambda: copied(learner.state_dict()), n=0)
-        return Checkpoint(update, elapsed_s, state, saved)
+        return Checkpoint(update, version, elapsed_s, state, saved)
 
     async def between_updates(self) -> None:
         """Wait until no update runs; in the same turn of the loop `snapshot` may be called."""
-        while not self._idle.is_set():
-            self._awaited = True
-            await self._idle.wait()
-        self._awaited = False
+        await self._current.idle()
 
     async def aclose(self, deadline_s: float) -> None:
         """Wait for a running update, up to the deadline."""
         lane, self._lane = self._lane, None
         if self._runtime is not None and lane is not None:
             self._runtime.tuning.forget(self)
-            await self._runtime.machine.aclose([lane], deadline_s=deadline_s)
+            ended = await self._current.aclose(deadline_s)
+            await self._runtime.machine.aclose([lane], deadline_s=deadline_s if ended else LEAST_S)
 
     def __aiter__(self) -> Self:
         return self
@@ -218,7 +222,7 @@ class Trainer:
             Closed: The trainer was not started.
             ProgramError: Somebody else waits for the same report.
         """
-        if self._num_updates >= self.updates:
+        if self._num_updates >= self.updates and not self._current.begun:
             raise StopAsyncIteration
         if self._asked:
             raise ProgramError(f"two tasks iterate over {self.name} at once: each report is for one `async for` alone")
@@ -230,29 +234,32 @@ class Trainer:
 
     async def _next_update(self) -> UpdateReport:
         lane, runtime = self._lane, self._runtime
-        if lane is None or runtime is None:
-            raise Closed(f"{self.name} is not running: iterate over rt.start(trainer) inside its runtime")
-        clock, hungry_s = runtime.clock, runtime.clock()
-        if self._awaited:
-            await asyncio.sleep(0)  # the next update could begin in this very turn of the loop
-        batch = await self._next_batch()
-        update_s = clock()
-        shares = [(segment.env, len(segment.decisions)) for segment in batch.segments]
-        num_decisions = sum(num for _, num in shares)
-        self._idle.clear()
-        updating = lane.run(self._update, batch, n=num_decisions)
-        del batch  # the lane frees its thousands of records, and not the loop
-        trained = False
+        if not self._current.begun:
+            if lane is None or runtime is None:
+                raise Closed(f"{self.name} is not running: iterate over rt.start(trainer) inside its runtime")
+            hungry_s = runtime.clock()
+            await self._current.before()
+            batch = await self._next_batch()
+            shares = [(segment.env, len(segment.decisions)) for segment in batch.segments]
+            result = lane.run(self._update, batch, n=sum(num for _, num in shares))
+            del batch  # the lane frees its thousands of records, and not the loop
+            self._current.begin(self._end_update(runtime, lane, result, shares, runtime.clock() - hungry_s))
+        return await self._current.result()
+
+    async def _end_update(
+        self, runtime: Runtime, lane: Lane, result: Result, shares: list[tuple[int, int]], rollout_s: float
+    ) -> UpdateReport:
+        num_decisions, update_s = sum(num for _, num in shares), runtime.clock()
         try:
-            metrics, lags = await updating
+            metrics, lags = await result
             version = await self._envs.actor.weights.publish(self._learner.policy, lane)
-            trained = True
-        finally:
-            self._half_done = not trained
-            self._idle.set()
-            if not trained:  # the update failed or was cancelled: its data are used up, and must be booked
-                _book(self._envs.admission, [Dropped(env, "lost", num) for env, num in shares])
-        done_s = clock()
+            self._failed = False
+        except BaseException as error:  # also when it is given up: its data are used up, and must be booked
+            self._failed = True
+            note(error, f"in update {self._num_updates + 1} of {self.name}")
+            _book(self._envs.admission, [Dropped(env, "lost", num) for env, num in shares])
+            raise
+        done_s = runtime.clock()
         self._envs.admission.train(shares)
         self._num_updates += 1
         self._num_trained += num_decisions
@@ -261,7 +268,7 @@ class Trainer:
         if runtime.trace is not None:
             runtime.trace.span(lane.name, "update", update_s, done_s, version=version)
         runtime.boundary()
-        return _report(self, lags, metrics, update_s - hungry_s, done_s - update_s, done_s)
+        return _report(self, lags, metrics, rollout_s, done_s - update_s, done_s)
 
     def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
         if self._sampling == "weighted":
