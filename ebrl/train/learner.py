@@ -22,13 +22,14 @@ from ebrl.core.protocols import Stateful
 from ebrl.core.records import Array, BatchOut, Decision, Segment, TrainBatch
 from ebrl.core.rng import Domain, stream
 from ebrl.train.advantages import Steps, chunk_reward
+from ebrl.train.assemble import place
 from ebrl.train.lag import LagWatch
 from ebrl.train.losses import at_level, broadcast, counted
 from ebrl.train.options import LearnerConfig, RatioLevel
 from ebrl.train.sequences import Sequences
+from ebrl.train.tree import Tensors
 
 DiscountUnit: TypeAlias = Literal["step", "decision"]
-Tensors: TypeAlias = dict[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -173,7 +174,7 @@ class TorchLearner:
 
     def collate(self, batch: TrainBatch) -> Rollout:
         """Turn a batch into tensors, in an order that does not depend on how its segments arrived."""
-        order = sorted(range(len(batch.segments)), key=lambda i: _place(batch.segments[i]))
+        order = sorted(range(len(batch.segments)), key=lambda i: place(batch.segments[i]))
         segments = [batch.segments[i] for i in order]
         decisions = [decision for segment in segments for decision in segment.decisions]
         assert len(decisions) >= self.batch_size, f"{len(decisions)} decisions, not {self.batch_size}"
@@ -392,10 +393,6 @@ def time_major(rollout: Rollout, layout: Layout, scores: Scores, reward_B: NDArr
 def take(tensors: Tensors, rows: Tensor) -> Tensors:
     """Return some rows of every tensor."""
     return {name: x.index_select(0, rows) for name, x in tensors.items()}
-
-
-def _place(segment: Segment) -> tuple[int, int]:
-    return segment.env, segment.decisions[0].index
 
 
 def _weights(batch: TrainBatch, order: Sequence[int]) -> Tensor:
