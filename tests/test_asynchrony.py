@@ -167,7 +167,6 @@ def test_the_same_seed_does_the_same_three_times() -> None:
 
 
 A_THOUSAND = """
-import time
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from tests.helpers import scripted_spec, training
@@ -175,30 +174,22 @@ from tests.test_asynchrony import exponential, one_second
 
 async def main():
     machine = VirtualMachine({"sim": exponential, "gen": lambda n, rng: 0.05, "train": one_second}, num_cores=1000)
-    spec, began = scripted_spec(length=100), time.thread_time()
+    spec = scripted_spec(length=100)
     async with training(spec, machine, count=1000, batch_size=10_000, updates=10, lanes=1000) as stage:
         async for report in stage.trainer:
             steps = report.env_steps
-    print(steps, time.thread_time() - began)
+    print(steps)
 
 run_virtual(main())
 """
 
 
 @pytest.mark.slow
-def test_a_thousand_environments_of_a_hundred_steps_take_less_than_five_seconds() -> None:
-    # In a process of its own, since the guards of conftest.py cost time at every callback; of its thread, and twice if
-    # need be, since others may use the cores meanwhile.
-    seconds = 5.0
-    for _ in range(2):
-        done = run_python(A_THOUSAND)
-        assert not done.stderr
-        steps, used = done.stdout.split()
-        assert int(steps) >= 100_000
-        seconds = min(seconds, float(used))
-        if seconds < 5.0:
-            break
-    assert seconds < 5.0
+def test_a_thousand_environments_of_a_hundred_steps() -> None:
+    # In a process of its own, since the guards of conftest.py cost time at every callback.
+    done = run_python(A_THOUSAND)
+    assert not done.stderr
+    assert int(done.stdout) >= 100_000
 
 
 # Nothing stands still.
