@@ -21,7 +21,7 @@ from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Actor, Experience, GroupLearner, Lane, Learner
 from ebrl.core.readings import TrainReading
 from ebrl.core.records import TrainBatch, UpdateReport
-from ebrl.core.runtime import Runtime
+from ebrl.core.runtime import LEAST_S, Runtime
 from ebrl.core.underway import Underway
 from ebrl.train.assemble import Assembler, Dropped
 from ebrl.train.checkpoint import Checkpoint, stateful
@@ -29,8 +29,6 @@ from ebrl.train.groups import GroupAssembler, Groups
 from ebrl.train.journal import Journal
 from ebrl.train.sampling import Sampling, share_metrics, weighted
 from ebrl.train.tree import copied
-
-LEAST_S = 0.05  # for a lane to end whose update did not end in time
 
 Result: TypeAlias = asyncio.Future[tuple[Mapping[str, float], NDArray[np.int64]]]
 """What comes of an update on the lane: metrics, and how old the data were."""
