@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebrl.core.errors import ConfigError
+from ebrl.core.records import TrainBatch
+from ebrl.core.runtime import Runtime
 from ebrl.core.virtual import run_virtual
+from ebrl.gen.generator import Generator
 from ebrl.replayer import replay
-from tests.test_replay import LENGTHS, heavy_tails, lines, make, record, write
+from ebrl.sim.group import EnvGroup
+from ebrl.train.trainer import Trainer
+from tests.helpers import PATIENT
+from tests.test_replay import LENGTHS, Watched, heavy_tails, lines, make, record, write
 
 pytestmark = [
     pytest.mark.blocks("a replay builds simulators, and reads its log, where it runs: nobody waits for its loop"),
@@ -100,3 +106,40 @@ def test_whatever_a_log_says_there_is_a_report_or_one_line(recorded: Path, data:
     put(*place, value=data.draw(st.sampled_from([None, True, -1, 0, 3, 1.5, "", "ab", [], {}, [[]], 10**30])))(log)
     with suppress(ConfigError):
         replay(write(recorded.with_name("edited"), log), LENGTHS, make())
+
+
+@pytest.mark.parametrize("failing", [1, 2, 4])
+def test_where_an_update_fails_the_log_ends_with_that(failing: int, tmp_path: Path) -> None:
+    """It has changed weights, perhaps: what follows is no matter of who replays."""
+    log = tmp_path / "log"
+
+    class Fails(Watched):
+        calls = 0
+
+        def update(self, batch: TrainBatch) -> Mapping[str, float]:
+            metrics = super().update(batch)
+            self.calls += 1
+            if self.calls == failing:
+                raise ValueError("half done")
+            return metrics
+
+    async def main() -> None:
+        whole = make()
+        learner = Fails(whole.policy, whole.config)
+        async with Runtime(heavy_tails(0), seed=3, record=log) as rt:
+            gen = rt.start(Generator(learner.policy))
+            envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=6, failures=PATIENT))
+            trainer = rt.start(Trainer(envs, learner, updates=6))
+            for update in range(1, 7):
+                if update == failing:
+                    with pytest.raises(ValueError, match="half done"):
+                        await anext(trainer)
+                await anext(trainer)
+
+    run_virtual(main())
+    entries, why = lines(log), "an update before this one failed"
+    assert [entry["update"] for entry in entries[1:-1]] == list(range(1, failing))
+    assert entries[-1] == {"unreplayable": why}
+    report = replay(log, LENGTHS, make())
+    told = f"what follows cannot be repeated: {why}"
+    assert (report.mismatch, report.updates, report.end) == (None, failing - 1, told)

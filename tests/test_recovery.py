@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from ebrl import BatchService, EnvContext, EnvGroup, Generator, PolicyOut, Runtime, Trainer, VirtualMachine
-from ebrl.core.errors import Closed, PolicyError
+from ebrl.core.errors import Closed, ConfigError, PolicyError
 from ebrl.core.records import TrainBatch
 from ebrl.gen.fake import ScriptedPolicy
 from tests.helpers import RecordingLearner, VersionedPolicy, assert_sound, leaves, scripted_spec, training, virtually
 
 SPEC = scripted_spec(length=5)
+OF_OTHERS = [SystemExit(0), asyncio.CancelledError(), KeyboardInterrupt()]
 MACHINE = {"sim": lambda n, rng: 0.01, "train": lambda n, rng: 3.0}
 
 
@@ -53,6 +54,44 @@ async def test_an_update_nobody_waits_for_ends_with_the_trainer_and_is_booked() 
 
 
 @virtually
+async def test_who_has_no_time_takes_a_report_that_is_there() -> None:
+    async with training(SPEC, VirtualMachine(MACHINE), updates=2, count=2, batch_size=4) as stage:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await anext(stage.trainer)
+            await asyncio.sleep(10.0)
+        async with asyncio.timeout(0):
+            assert (await anext(stage.trainer)).update == 1
+
+
+@virtually
+async def test_a_checkpoint_has_the_episodes_of_a_report_that_nobody_took() -> None:
+    async with training(SPEC, VirtualMachine(MACHINE), updates=2, count=2, batch_size=20) as stage:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await anext(stage.trainer)
+        await stage.trainer.between_updates()
+        with pytest.raises(ConfigError, match="state_dict"):
+            await stage.trainer.snapshot()
+        saved = stage.envs.save()
+        assert len(saved.episodes) >= 4
+        assert list((await anext(stage.trainer)).episodes)[: len(saved.episodes)] == list(saved.episodes)
+
+
+@virtually
+async def test_who_waits_for_a_trainer_that_is_stopped_is_told() -> None:
+    machine = VirtualMachine({"sim": lambda n, rng: 1.0})
+    async with training(SPEC, machine, updates=2, count=2, batch_size=400) as stage:
+        waits = asyncio.ensure_future(anext(stage.trainer))
+        await asyncio.sleep(5.0)
+        await stage.runtime.stop(stage.trainer)
+        with pytest.raises(Closed, match="their trainer have ended: no further batch will come"):
+            await waits
+        assert_sound(stage.envs.admission.ledger())
+
+
+@virtually
 async def test_an_update_that_is_given_up_is_booked_as_lost() -> None:
     async with training(SPEC, VirtualMachine(MACHINE), updates=2, count=2, batch_size=4) as stage:
         with pytest.raises(TimeoutError):
@@ -61,7 +100,7 @@ async def test_an_update_that_is_given_up_is_booked_as_lost() -> None:
     ledger = stage.envs.admission.ledger()
     assert_sound(ledger)
     assert (ledger.trained, stage.envs.actor.weights.version) == (0, 0)
-    assert ledger.dropped["lost"] == 4 + 2, "its batch, and who was on the way"
+    assert ledger.dropped == {"lost": 4}, "its batch; of what came back with it nobody begins anything"
 
 
 def test_an_update_that_fails_when_nobody_waits_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +150,7 @@ async def test_a_trainer_raises_closed_after_its_runtime_and_after_its_environme
     async with training(SPEC, VirtualMachine(MACHINE), updates=9, count=2, batch_size=4) as stage:
         await anext(stage.trainer)
         await stage.runtime.stop(stage.envs)
-        with pytest.raises(Closed, match="environments have ended"):
+        with pytest.raises(Closed, match="environments or their trainer have ended"):
             while True:
                 await anext(stage.trainer)
     with pytest.raises(Closed, match="trainer is not running"):
@@ -151,7 +190,7 @@ def test_a_policy_whose_rows_are_of_no_use_ends_the_run(policy: ScriptedPolicy, 
     assert all(isinstance(error, PolicyError) and message in str(error) for error in leaves(caught.value))
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [*OF_OTHERS, StopIteration(), StopAsyncIteration()])
 def test_what_would_end_the_loop_or_a_task_is_an_error_of_the_call(error: BaseException) -> None:
     def breaks(items: Any) -> Any:
         raise error
@@ -160,8 +199,31 @@ def test_what_would_end_the_loop_or_a_task_is_an_error_of_the_call(error: BaseEx
     async def main() -> None:
         async with Runtime(VirtualMachine({})) as rt:
             service: BatchService[int, int] = rt.start(BatchService(breaks))
-            with pytest.raises(PolicyError, match=type(error).__name__):
+            with pytest.raises(PolicyError, match=type(error).__name__) as caught:
                 await service(1)
+            told = caught.value.__cause__
+            assert told is not None
+            assert told.__cause__ is error, "with the line of the caller's that raised it"
+
+    main()
+
+
+@pytest.mark.parametrize("error", [*OF_OTHERS, StopIteration(), StopAsyncIteration()])
+def test_a_learner_ends_no_loop_by_what_it_raises(error: BaseException) -> None:
+    class Raises(RecordingLearner):
+        def update(self, batch: TrainBatch) -> Mapping[str, float]:
+            raise error
+
+    @virtually
+    async def main() -> None:
+        policy = ScriptedPolicy(SPEC)
+        async with Runtime(VirtualMachine({})) as rt:
+            gen = rt.start(Generator(policy))
+            envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+            with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
+                async for _ in rt.start(Trainer(envs, Raises(policy, 4), updates=3)):
+                    pass
+            assert caught.value.__cause__ is error
 
     main()
 

@@ -305,7 +305,7 @@ def test_it_can_be_stopped_at_any_time(at_s: float) -> None:
             ledger = s.envs.admission.ledger()
             assert ledger.balanced
             assert ledger.in_flight == 0
-            with pytest.raises(Closed, match="the environments have ended"):
+            with pytest.raises(Closed, match="the environments or their trainer have ended"):
                 await anext(s.trainer)
 
     run_virtual(main())

@@ -61,7 +61,7 @@ async def test_a_second_publisher_is_refused() -> None:
     async with Scope() as scope:
         first = scope.start(store.publish(filled(2), lane), "first")  # waits for the reader
         await settle()
-        with pytest.raises(ConfigError, match="two trainers publish to one generator"):
+        with pytest.raises(ConfigError, match="two publish to one generator at once"):
             await store.publish(filled(3), lane)
         reader.release()
         assert await first == 2
@@ -121,22 +121,85 @@ async def test_a_cancelled_publish_changes_nothing_and_the_next_one_works() -> N
 
 
 @virtually
-async def test_a_publish_that_is_cancelled_while_it_copies_ends_and_nobody_writes_beside_it() -> None:
-    """The copy cannot be stopped: another one into the same buffer would tear both."""
+async def test_a_publish_that_is_cancelled_while_its_copy_waits_copies_nothing() -> None:
     store, lane = make_store(), VirtualMachine({"io": lambda n, rng: 1.0}).lane("io", "publish")
-    before = lane.run(int)
+    lane.run(int)
     publish = asyncio.create_task(store.publish(filled(1), lane))
     await asyncio.sleep(0.5)
     publish.cancel()
     await settle()
-    with pytest.raises(ConfigError, match="two trainers publish"):
-        await store.publish(filled(2), lane)
-    await before
+    second = asyncio.create_task(store.publish(filled(2), lane))
     await settle()
-    assert store.version == 1
+    assert not second.done()
+    with pytest.raises(ConfigError, match="two publish to one generator at once"):
+        await store.publish(filled(3), lane)
+    with pytest.raises(ConfigError, match="two publish to one generator at once"):
+        store.begin(filled(3), 0)
+    assert await second == 1
     with store.lease() as lease:
-        assert (lease.version, lease.weights[0]) == (1, 1)
-    assert await store.publish(filled(3), lane) == 2
+        assert (lease.version, lease.weights[0]) == (1, 2)
+
+
+def test_a_publish_that_is_cancelled_while_it_copies_is_never_seen_and_the_next_one_waits() -> None:
+    """Its source may be written again; the copy cannot be stopped, and another into the same buffer would tear both."""
+    begun, release, copied = threading.Event(), threading.Event(), list[int]()
+
+    def slow_copy(source: Numbers, buffer: Numbers) -> None:
+        begun.set()
+        assert release.wait(10)
+        buffer[:] = source
+        copied.append(int(source[0]))
+
+    async def main() -> None:
+        machine, source = LocalMachine(1), filled(1)
+        lanes = [machine.lane("io", f"publish-{i}") for i in range(2)]
+        store = WeightStore(filled(0), filled(0), slow_copy)
+        async with Scope() as scope:
+            publish = scope.start(store.publish(source, lanes[0]), "publish")
+            assert await asyncio.to_thread(begun.wait, 10)
+            publish.cancel()
+            await asyncio.wait([publish])
+            source[:] = 99
+            second = scope.start(store.publish(filled(2), lanes[1]), "second")
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert (copied, store.version) == ([], 0)
+            release.set()
+            assert await second == 1
+        assert copied == [99, 2]
+        with store.lease() as lease:
+            assert lease.weights.tolist() == [2, 2]
+        await machine.aclose(deadline_s=5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("why", ["an older version is read", "a copy that nobody wants runs"])
+def test_a_consumer_may_begin_at_any_time(why: str) -> None:
+    @virtually
+    async def main() -> None:
+        store, lane = make_store(), VirtualMachine({"io": lambda n, rng: 1.0}).lane("io", "publish")
+        lane.run(int)
+        old = store.lease()
+        publish = asyncio.create_task(store.publish(filled(1), lane))
+        await asyncio.sleep(0.5)
+        if why == "an older version is read":
+            await publish
+        else:
+            publish.cancel()
+            await settle()
+        store.begin(filled(5), 7)
+        new = store.lease()
+        await asyncio.sleep(5.0)
+        assert (old.version, old.weights.tolist()) == (0, [0, 0])
+        assert (new.version, new.weights.tolist(), store.version) == (7, [5, 5], 7)
+        old.release()
+        new.release()
+        assert await store.publish(filled(8), lane) == 8
+        with store.lease() as lease:
+            assert lease.weights[0] == 8
+
+    main()
 
 
 @virtually

@@ -37,6 +37,7 @@ from ebrl.core.errors import Closed, ConfigError, logger
 if TYPE_CHECKING:
     from ebrl.core.saved import SavedExperience
 
+ENDED = "the environments or their trainer have ended: no further batch will come"
 ENDLESS = 32
 """Times as many decisions of groups as credit is for lie in open episodes: then a warning says so."""
 ENDLESS_EPISODES = (
@@ -150,7 +151,7 @@ class Admission:
         self._limit = 0
         self._closed = True
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(Closed("the environments have ended: no further batch will come"))
+            self._ready.set_exception(Closed(ENDED))
 
     # Who starts a decision.
 
@@ -246,10 +247,10 @@ class Admission:
         For the one consumer.
 
         Raises:
-            Closed: The environments have ended.
+            Closed: The environments have ended, or their trainer.
         """
         if self._closed:
-            raise Closed("the environments have ended: no further batch will come")
+            raise Closed(ENDED)
         self._ready = asyncio.get_running_loop().create_future()
         self._look()
         try:

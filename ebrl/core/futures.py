@@ -20,7 +20,9 @@ def complete(future: asyncio.Future[Any], value: Any, error: BaseException | Non
         return
     if error is None:
         future.set_result(value)
-    elif isinstance(error, StopIteration):  # a future refuses it
-        future.set_exception(SimulatorError(f"{error!r} left a simulator"))
+    elif isinstance(error, StopIteration | StopAsyncIteration):  # a future refuses the one, and the other ends a loop
+        wrapped = SimulatorError(f"{error!r} left a simulator")
+        wrapped.__cause__ = error
+        future.set_exception(wrapped)
     else:
         future.set_exception(error)

@@ -41,9 +41,10 @@ def execute(call: Call) -> Result:
         return future, None, None
     try:
         return future, fn(*args), None
-    except Exception as error:  # the border: whatever user code raised travels to the task that asked
-        return future, None, error
-    except BaseException as error:  # SystemExit would end the loop, and CancelledError a task that nobody cancelled
+    except BaseException as error:  # the border: whatever user code raised travels to the task that asked
+        if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+            return future, None, error
+        # SystemExit would end the loop, CancelledError a task that nobody cancelled, the others an iteration
         wrapped = RuntimeError(f"{error!r} left a call on a lane")
         wrapped.__cause__ = error
         return future, None, wrapped
@@ -58,8 +59,6 @@ def deliver(result: Result) -> None:
         return
     elif error is None:
         future.set_result(value)
-    elif isinstance(error, StopIteration):  # a future refuses it
-        future.set_exception(RuntimeError(f"{error!r} left a call on a lane"))
     else:
         future.set_exception(error)
 
@@ -260,8 +259,8 @@ class ThreadLane:
         done, _ = await asyncio.wait([self._ended], timeout=deadline_s)
         if done:
             return True
-        text = "lane %s is lost: its call did not return within %.1f s; its units go back, its thread runs on here:\n%s"
-        logger.error(text, self._name, deadline_s, self.give_up())
+        text = "lane %s is lost: its call did not return in time; its units go back, its thread runs on here:\n%s"
+        logger.error(text, self._name, self.give_up())
         return False
 
     def give_up(self, last: Callable[[], None] | None = None) -> str:

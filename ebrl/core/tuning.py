@@ -157,6 +157,11 @@ class Tuning:
         """Take part in what is measured; called when it opens."""
         self._trainers.append(trainer)
 
+    @property
+    def trainers(self) -> Sequence[TunedTrainer]:
+        """Those that run."""
+        return self._trainers
+
     def forget(self, service: Any) -> None:
         """A service has ended."""
         self._generators = [generator for generator in self._generators if generator is not service]

@@ -59,12 +59,13 @@ class Underway(Generic[T]):
         assert self._task is not None
         self._wanted = True
         try:
-            await asyncio.wait([self._task])
+            if self.runs:
+                await asyncio.wait([self._task])
         finally:
             self._wanted = False
         task, self._task = self._task, None
         if task.cancelled():
-            raise Closed(f"{self._name} was given up: its runtime has ended")
+            raise Closed(f"{self._name} was given up: it had not ended when there was no more time for closing")
         return task.result()
 
     async def idle(self) -> None:
@@ -82,8 +83,10 @@ class Underway(Generic[T]):
         """
         if (task := self._task) is None:
             return True
-        ended, _ = await asyncio.wait([task], timeout=deadline_s)
-        task.cancel()
+        try:
+            ended, _ = await asyncio.wait([task], timeout=deadline_s)
+        finally:
+            task.cancel()
         await asyncio.wait([task])
         if not self._wanted and not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed, and nobody waits for it any more", self._name, exc_info=error)

@@ -9,31 +9,46 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.protocols import Lane
 
 W = TypeVar("W")
+TWO: Final = "two publish to one generator at once: one after the other, or give each learner a generator of its own"
+
+
+@dataclass(slots=True)
+class _Buffer(Generic[W]):
+    weights: W
+    readers: int = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    wanted: bool = True  # whoever asked for a copy waits for it
 
 
 class WeightLease(Generic[W]):
     """A right to read one buffer until released."""
 
-    __slots__ = ("_index", "_store", "version", "weights")
+    __slots__ = ("_buffer", "_store", "version", "weights")
 
-    def __init__(self, store: WeightStore[W], index: int, weights: W, version: int) -> None:
+    def __init__(self, store: WeightStore[W], buffer: _Buffer[W], version: int) -> None:
         self._store: WeightStore[W] | None = store
-        self._index = index
-        self.weights = weights
+        self._buffer = buffer
+        self.weights = buffer.weights
         self.version = version
 
     def release(self) -> None:
         """Stop reading; once per lease."""
         store, self._store = self._store, None
         assert store is not None, "a weight lease was released twice"
-        store._release(self._index)
+        store._release(self._buffer)
 
     def __enter__(self) -> Self:
         return self
@@ -55,13 +70,12 @@ class WeightStore(Generic[W]):
             back: Another buffer of the same form.
             copy: ``copy(source, buffer)``; runs on the publisher's lane.
         """
-        self._buffers = (front, back)
-        self._readers = [0, 0]
-        self._front = 0
+        self._front, self._back = _Buffer(front), _Buffer(back)
         self._version = 0
         self._copy = copy
         self._free: asyncio.Future[None] | None = None
         self._publishing = False
+        self._copied: asyncio.Future[None] | None = None  # until the copy has ended, wanted or not
 
     @property
     def version(self) -> int:
@@ -70,31 +84,33 @@ class WeightStore(Generic[W]):
 
     def lease(self) -> WeightLease[W]:
         """Read the newest version."""
-        front = self._front
-        self._readers[front] += 1
-        return WeightLease(self, front, self._buffers[front], self._version)
+        self._front.readers += 1
+        return WeightLease(self, self._front, self._version)
 
     def begin(self, source: Any, version: int) -> None:
-        """Go on from an earlier run: the next lease has these weights and this version.
-
-        For the start only, when nobody publishes; copies on the calling thread.
+        """Let a consumer begin: the next lease has these weights and this version. Copies on the calling thread.
 
         Args:
             source: Copied.
-            version: Its number there.
+            version: Its number; of a run that is continued, its number there.
+
+        Raises:
+            ConfigError: Somebody is publishing.
         """
-        back = 1 - self._front
-        assert not self._publishing, "a run cannot be continued while weights are published"
-        assert not self._readers[back], "a run cannot be continued while an older version is read"
-        self._copy(source, self._buffers[back])
-        self._front, self._version = back, version
+        if self._publishing:
+            raise ConfigError(TWO)
+        if self._back.readers or self._copied is not None:  # somebody is not done with it, and this cannot wait
+            self._back = _Buffer(deepcopy(self._front.weights))
+        self._copy(source, self._back.weights)
+        self._flip(version)
 
     async def publish(self, source: Any, lane: Lane) -> int:
         """Copy `source` into the back buffer and make it the front.
 
         Args:
             source: Not written to by anyone until this returns.
-            lane: Where the copy runs. Who is cancelled meanwhile does not stop it: the version is published.
+            lane: Where the copy runs. Who is cancelled meanwhile publishes nothing: what runs of the copy ends unseen,
+                and the next publisher waits for that.
 
         Returns:
             The new version.
@@ -103,31 +119,37 @@ class WeightStore(Generic[W]):
             ConfigError: Somebody else is publishing.
         """
         if self._publishing:
-            raise ConfigError("two trainers publish to one generator: give each learner a generator of its own")
-        self._publishing = True
-        back = 1 - self._front
+            raise ConfigError(TWO)
+        self._publishing, request = True, _Request()
         try:
-            while self._readers[back]:
+            if self._copied is not None:
+                await asyncio.wait([self._copied])
+            while self._back.readers:
                 self._free = asyncio.get_running_loop().create_future()
                 await self._free
-            copied = lane.run(self._copy, source, self._buffers[back], n=0)
-        except BaseException:
-            self._publishing = False
-            raise
-        version = self._version + 1
-        copied.add_done_callback(self._flip)
-        await asyncio.shield(copied)
-        return version
+            copied = lane.run(self._copy_if_wanted, request, source, self._back.weights, n=0)
+            self._copied = copied
+            copied.add_done_callback(partial(self._end_copy, request))
+            await asyncio.shield(copied)
+        finally:
+            self._publishing = request.wanted = False
+        return self._version
 
-    def _flip(self, copied: asyncio.Future[None]) -> None:
-        self._publishing = False
-        if not copied.cancelled() and copied.exception() is None:
-            self._front = 1 - self._front
-            self._version += 1
+    def _copy_if_wanted(self, request: _Request, source: Any, buffer: W) -> None:
+        if request.wanted:
+            self._copy(source, buffer)
 
-    def _release(self, index: int) -> None:
-        self._readers[index] -= 1
-        if self._free is not None and index != self._front and not self._readers[index]:
+    def _end_copy(self, request: _Request, copied: asyncio.Future[None]) -> None:
+        self._copied = None
+        if not copied.cancelled() and copied.exception() is None and request.wanted:
+            self._flip(self._version + 1)
+
+    def _flip(self, version: int) -> None:
+        self._front, self._back, self._version = self._back, self._front, version
+
+    def _release(self, buffer: _Buffer[W]) -> None:
+        buffer.readers -= 1
+        if self._free is not None and buffer is self._back and not buffer.readers:
             if not self._free.done():
                 self._free.set_result(None)
             self._free = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from ebrl.core.errors import ProgramError
+from ebrl.core.errors import InvalidData, ProgramError
 from ebrl.core.protocols import Actor
 from ebrl.core.records import ActionOut, Array, Observation, StepResult
 from ebrl.core.rng import Domain, NoiseStream, name_key, stream
@@ -243,14 +243,14 @@ class EnvContext:
         """Add to the reward of the open decision; also right after the step that ended the episode.
 
         Raises:
-            ProgramError: There is no open decision that has been executed, or `value` is not finite.
+            ProgramError: There is no open decision that has been executed, or it is no reward that `step` may return.
         """
-        decision = self.recorder.current
-        if decision is None or not decision.rewards:
+        try:
+            found = self.recorder.add_reward(value)
+        except InvalidData as error:
+            raise ProgramError(f"{error} ({self.where()})") from None
+        if not found:
             raise ProgramError(f"reward() without an executed decision ({self.where()}): call it after step()")
-        if not np.isfinite(value):
-            raise ProgramError(f"reward({value}) is not finite ({self.where()})")
-        decision.rewards = (*decision.rewards[:-1], decision.rewards[-1] + float(value))
 
     async def call(self, fn: Callable[[Any], T]) -> T:
         """Run ``fn(simulator)`` on the simulator's own lane; any blocking call is allowed there.

@@ -9,6 +9,7 @@ import numpy as np
 
 from ebrl.core.admission import Admission, Drop
 from ebrl.core.records import ActionOut, Array, Decision, Observation, Reason, Segment
+from ebrl.sim.border import as_reward
 
 if TYPE_CHECKING:
     from ebrl.sim.resume import EpisodeLog
@@ -117,6 +118,22 @@ class Recorder:
         executed = tuple(sorted({*before, *(place for place in places if place < len(chunk))}))
         usual = range(min(-(-(decision.num_steps + num_steps) // repeat), len(chunk)))
         decision.executed = None if executed == tuple(usual) else executed
+
+    def add_reward(self, value: Any) -> bool:
+        """Add to the reward of the last executed step of the current decision.
+
+        Returns:
+            Whether there is one.
+
+        Raises:
+            InvalidData: `value`, or the sum, is no reward that a simulator may return.
+        """
+        decision = self.current
+        if decision is None or not decision.rewards:
+            return False
+        total = as_reward(decision.rewards[-1] + as_reward(value))
+        decision.rewards = (*decision.rewards[:-1], total)
+        return True
 
     def park(self, next_obs: Observation) -> None:
         """The outcome of the current decision is complete, and `next_obs` follows it."""

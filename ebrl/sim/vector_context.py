@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ebrl.core.errors import ProgramError
+from ebrl.core.errors import InvalidData, ProgramError
 from ebrl.core.records import ActionOut, Array, Observation
 from ebrl.core.rng import Domain, NoiseStream, name_key, stream
 from ebrl.sim.recorder import Recorder
@@ -228,18 +228,15 @@ class VectorContext:
             values: ``[M]``, or one number for all; those of slots without an open decision are not looked at.
 
         Raises:
-            ProgramError: No open decision has been executed, or a value is not finite.
+            ProgramError: No open decision has been executed, or a value is no reward that `step` may return.
         """
         numbers = np.broadcast_to(np.asarray(values, np.float64), (self.num_slots,)).tolist()
         found = False
         for slot, value in zip(self.slots, numbers, strict=True):
-            decision = slot.recorder.current
-            if decision is None or not decision.rewards:
-                continue
-            if not np.isfinite(value):
-                raise ProgramError(f"reward({value}) is not finite ({self.where(slot.number)})")
-            decision.rewards = (*decision.rewards[:-1], decision.rewards[-1] + value)
-            found = True
+            try:
+                found |= slot.recorder.add_reward(value)
+            except InvalidData as error:
+                raise ProgramError(f"{error} ({self.where(slot.number)})") from None
         if not found:
             raise ProgramError(f"reward() without an executed decision ({self.where()}): call it after step()")
 

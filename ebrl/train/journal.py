@@ -47,6 +47,8 @@ class Journal:
         self._taken: list[Segment] = []
         self._dropped: Mapping[str, int] = {}
         self._next: dict[int, int] = {}  # per environment: index of the decision that must come next
+        self._begun = False  # the log
+        self._updating = False  # or an update has raised
         self._broken = False
 
     def take(self, segments: Sequence[Segment], dropped: Mapping[str, int]) -> None:
@@ -62,12 +64,15 @@ class Journal:
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
         """Do one update, and write its line."""
-        if not self._num_updates:
+        if not self._begun:
+            self._begun = True
             self._write_header()
         taken, self._taken = self._taken, []
+        failed, self._updating = self._updating, True
         metrics = self._learner.update(batch)
+        self._updating = False
         self._num_updates += 1
-        why = self._unreplayable(batch, taken)
+        why = "an update before this one failed" if failed else self._unreplayable(batch, taken)
         if why and not self._broken:
             self._broken = True
             self._events.write({"unreplayable": why})
@@ -92,7 +97,7 @@ class Journal:
 
     def _unreplayable(self, batch: TrainBatch, segments: Iterable[Segment]) -> str:
         if batch.version != self._num_updates - 1:
-            return f"version {batch.version} was published by somebody else, or an update before this one failed"
+            return f"version {batch.version} was published by somebody else, or could not be published"
         for segment in segments:
             env, index = segment.env, self._next.get(segment.env, 0)
             for decision in segment.decisions:

@@ -7,8 +7,9 @@ recorders. After each update it publishes the weights and gives the credit of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Self, TypeAlias
 
 import numpy as np
@@ -90,7 +91,7 @@ class Trainer:
         self._groups = Groups(envs.group_size, learner.groups) if isinstance(learner, GroupLearner) else None
         self._threads = whole("Trainer.threads", threads)
         self._resume = resume
-        self._current = Underway[UpdateReport](f"an update of {name}")
+        self._current = Underway[Callable[[], UpdateReport]](f"an update of {name}")
         self._asked = False  # somebody waits for a report
         self._assembler: Assembler | GroupAssembler = Assembler(learner.batch_size, max_lag)
         self._runtime: Runtime | None = None
@@ -103,6 +104,7 @@ class Trainer:
 
     def open(self, runtime: Runtime) -> None:
         """Take a lane and open the group's credit; called by `Runtime.start`."""
+        _refuse_beside(self, runtime.tuning.trainers)
         self._runtime = runtime
         saved = self._resume
         self._began_s = self._updated_s = runtime.clock()
@@ -117,15 +119,15 @@ class Trainer:
                 runtime.events, self._learner, seed=runtime.seed, name=self.name, max_lag=self.max_lag
             )
         weights = self._envs.actor.weights
-        if saved is None and not weights.version:
-            weights.begin(self._learner.policy, 0)  # it may have been changed since the actor was made
+        version = weights.version and weights.version + 1  # the policy may have been changed since that one
         if saved is not None:  # nobody has decided anything before credit is given: all is of the saved version
             saved.restore(self._learner)
-            weights.begin(self._learner.policy, saved.version)
+            version = saved.version
             self._num_updates = saved.update
             self._began_s -= saved.elapsed_s
             for segment in saved.experience.taken:
                 self._assembler.add(segment)
+        weights.begin(self._learner.policy, version)
         experience = saved.experience if saved is not None else None
         self._envs.open_training(batch_size, self.max_lag, quota=quota, groups=groups, saved=experience)
         self._profile = StageProfile("train", self.name)
@@ -166,14 +168,12 @@ class Trainer:
 
     def statistics(self) -> Mapping[str, float]:
         """Updates, trained decisions per second, lane time, and which part of it is used."""
-        busy_s = self._lane.busy_s if self._lane is not None else 0.0
-        return {"updates": self._num_updates, "busy_s": busy_s, "buffered": len(self._assembler), **self._read()}
+        return {"updates": self._num_updates, "buffered": len(self._assembler), **self._read()}
 
     def _read(self) -> dict[str, float]:
         busy_s = self._lane.busy_s if self._lane is not None else 0.0
         assert self._runtime is not None
-        now_s = self._runtime.clock()
-        return self._profile.read(now_s, self._num_trained, busy_s)
+        return {"busy_s": busy_s, **self._profile.read(self._runtime.clock(), self._num_trained, busy_s)}
 
     async def snapshot(self) -> Checkpoint:
         """Return the run as it is now; between two updates, while rollouts go on.
@@ -206,6 +206,7 @@ class Trainer:
         lane, self._lane = self._lane, None
         if self._runtime is not None and lane is not None:
             self._runtime.tuning.forget(self)
+            self._envs.admission.close()
             ended = await self._current.aclose(deadline_s)
             await self._runtime.machine.aclose([lane], deadline_s=deadline_s if ended else LEAST_S)
 
@@ -217,7 +218,7 @@ class Trainer:
 
         Raises:
             StopAsyncIteration: All updates are done.
-            Closed: The trainer was not started.
+            Closed: The trainer was not started, or has been stopped.
             ProgramError: Somebody else waits for the same report.
         """
         if self._num_updates >= self.updates and not self._current.begun:
@@ -242,11 +243,11 @@ class Trainer:
             result = lane.run(self._update, batch, n=sum(num for _, num in shares))
             del batch  # the lane frees its thousands of records, and not the loop
             self._current.begin(self._end_update(runtime, lane, result, shares, runtime.clock() - hungry_s))
-        return await self._current.result()
+        return (await self._current.result())()
 
     async def _end_update(
         self, runtime: Runtime, lane: Lane, result: Result, shares: list[tuple[int, int]], rollout_s: float
-    ) -> UpdateReport:
+    ) -> Callable[[], UpdateReport]:
         num_decisions, update_s = sum(num for _, num in shares), runtime.clock()
         try:
             metrics, lags = await result
@@ -266,7 +267,7 @@ class Trainer:
         if runtime.trace is not None:
             runtime.trace.span(lane.name, "update", update_s, done_s, version=version)
         runtime.boundary()
-        return _report(self, lags, metrics, rollout_s, done_s - update_s, done_s)
+        return partial(_report, self, lags, metrics, rollout_s, done_s - update_s, done_s)
 
     def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
         if self._sampling == "weighted":
@@ -296,6 +297,18 @@ class Trainer:
             if batch is not None:
                 return batch
             assert dropped, "a batch is finished by the ledger, and not in the assembler"
+
+
+def _refuse_beside(trainer: Trainer, others: Iterable[object]) -> None:
+    for other in others:
+        if not isinstance(other, Trainer) or other._num_updates >= other.updates:
+            continue
+        shared = "actor" if other.actor is trainer.actor else "learner" if other._learner is trainer._learner else ""
+        if shared:
+            raise ConfigError(
+                f"{trainer.name} has the {shared} of {other.name}, which has not done its updates: "
+                f"give it one of its own, or end that one first, with await rt.stop(trainer)"
+            )
 
 
 def _refuse_to_record(*, several: bool, resumed: bool) -> None:
@@ -345,6 +358,7 @@ def _report(
     update_s: float,
     now_s: float,
 ) -> UpdateReport:
+    """Report an update when somebody takes it: what has ended by then belongs to it, or to a checkpoint made before."""
     return UpdateReport(
         update=trainer._num_updates,
         num_decisions=len(lags),
