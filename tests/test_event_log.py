@@ -143,3 +143,27 @@ def test_where_an_update_fails_the_log_ends_with_that(failing: int, tmp_path: Pa
     report = replay(log, LENGTHS, make())
     told = f"what follows cannot be repeated: {why}"
     assert (report.mismatch, report.updates, report.end) == (None, failing - 1, told)
+
+
+def test_where_what_came_of_an_update_is_not_published_the_log_ends_with_that(tmp_path: Path) -> None:
+    """Somebody else published meanwhile: then versions are as many as updates, and yet other weights acted."""
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        learner, other = make(), make()
+        async with Runtime(heavy_tails(0), seed=3, record=log) as rt:
+            gen = rt.start(Generator(learner.policy))
+            envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=6, failures=PATIENT))
+            trainer = rt.start(Trainer(envs, learner, updates=6))
+            await anext(trainer)
+            gen.weights._publishing = True
+            with pytest.raises(ConfigError, match="two publish to one generator at once"):
+                await anext(trainer)
+            gen.weights._publishing = False
+            await gen.publish(other.policy)
+            async for _ in trainer:
+                pass
+
+    run_virtual(main())
+    assert lines(log)[-1] == {"unreplayable": "an update before this one failed"}
+    assert [entry["update"] for entry in lines(log)[1:-1]] == [1, 2]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ebrl.core.errors import SimulatorError
 from ebrl.core.records import Array, EnvSpec, TrainBatch, UpdateReport
 from ebrl.core.runtime import Runtime
 from ebrl.core.saved import SavedExperience
@@ -19,14 +22,17 @@ from ebrl.core.virtual import run_virtual
 from ebrl.gen.generator import Generator
 from ebrl.gen.policies import TorchPolicy, default_policy
 from ebrl.sim.context import EnvContext
+from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup, EnvProgram
 from ebrl.sim.programs import rollout
 from ebrl.train.checkpoint import Checkpoint, Checkpointer
 from ebrl.train.options import Proximal
 from ebrl.train.ppo import PPO, PPOConfig
 from ebrl.train.trainer import Trainer
-from tests.helpers import assert_sound
+from tests.helpers import assert_sound, leaves, scripted_spec
 from tests.test_determinism import LENGTHS, machine, parameter_hash
+from tests.test_resume import going, saved_after
+from tests.test_resume import machine as scattered
 
 
 class Watched:
@@ -318,3 +324,44 @@ def test_a_run_whose_actor_had_a_version_goes_on_with_the_versions_that_it_had()
     assert kept
     ended = run_virtual(curriculum(saved))
     assert (ended.update, ended.version) == (8, 12)
+
+
+class Restless(ScriptedEnv):
+    """Not deterministic: what it shows depends on how many were built."""
+
+    num_built = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        Restless.num_built += 1
+        self._offset = np.float32(Restless.num_built)
+
+    def step(self, action: Any) -> Any:
+        obs, *rest = super().step(action)
+        return obs + self._offset, *rest
+
+
+@pytest.mark.parametrize("sooner", [True, False], ids=["it ends sooner", "it shows something else"])
+def test_a_simulator_that_is_another_one_when_an_episode_is_run_again_is_found_out(sooner: bool) -> None:
+    spec = scripted_spec(length=40) if sooner else scripted_spec(make=functools.partial(Restless, 3, 2, length=40))
+    saved, _ = saved_after(2, 4.0, spec=spec, on_resume="replay")
+
+    now = replace(spec, horizon=2) if sooner else spec
+
+    async def main(on_resume: Any) -> None:
+        async with Runtime(scattered()) as rt:
+            run = await going(rt, updates=4, resume=saved, spec=now, on_resume=on_resume)
+            async for _ in run.trainer:
+                pass
+
+    run_virtual(main("next"))
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtual(main("replay"))
+    error = next(leaves(caught.value))
+    assert isinstance(error, SimulatorError)
+    what = "ended after 2 of the calls, where it had not before" if sooner else "came to another observation"
+    assert re.search(
+        rf"env \d: episode 0 was run again with the same seed and actions and {what}, so this simulator is not "
+        r'deterministic, or not the one of that run: continue with EnvGroup\(on_resume="next"\)',
+        str(error),
+    )

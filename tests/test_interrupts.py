@@ -171,6 +171,23 @@ def test_a_ctrl_c_that_python_forgets_arrives_all_the_same(
     assert sys.unraisablehook is before
 
 
+IMPATIENT = """
+import atexit, os, signal
+import ebrl.cli
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(3)])
+ebrl.cli.main = lambda: 130
+ebrl.cli.command()
+"""
+
+
+def test_a_ctrl_c_when_all_is_done_is_not_heard() -> None:
+    """Else it is a traceback of the interpreter, which closes libraries then."""
+    done = subprocess.run([sys.executable, "-c", IMPATIENT], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_run_says_the_way_out_where_a_loop_runs() -> None:
     async def main() -> None:
         raise AssertionError("not run")

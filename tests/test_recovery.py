@@ -124,6 +124,30 @@ def test_an_update_that_fails_when_nobody_waits_is_told(caplog: pytest.LogCaptur
     assert "of no use" in caplog.text
 
 
+def test_an_update_that_fails_while_its_trainer_is_stopped_is_told_to_who_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fails(RecordingLearner):
+        def update(self, batch: TrainBatch) -> Mapping[str, float]:
+            raise ValueError("of no use")
+
+    @virtually
+    async def main() -> None:
+        policy = ScriptedPolicy(SPEC)
+        async with Runtime(VirtualMachine({**MACHINE, "train": lambda n, rng: 1.2})) as rt:
+            gen = rt.start(Generator(policy))
+            envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+            trainer = rt.start(Trainer(envs, Fails(policy, 4), updates=3))
+            waits = asyncio.ensure_future(anext(trainer))
+            await asyncio.sleep(0.5)
+            await rt.stop(trainer)
+            with pytest.raises(ValueError, match="of no use"):
+                await waits
+
+    main()
+    assert not caplog.records
+
+
 @virtually
 async def test_an_update_that_raises_is_booked_as_lost_and_the_next_goes_on() -> None:
     class Fails(RecordingLearner):

@@ -315,7 +315,7 @@ def test_where_somebody_else_publishes_the_log_ends(when: str, tmp_path: Path) -
                     await gen.publish(learner.policy)
 
     run_virtual(main())
-    why = f"version {2 if first else 3} was published by somebody else, or could not be published"
+    why = f"version {2 if first else 3} was published by somebody else"
     assert lines(log)[-1] == {"unreplayable": why}
     report = replay(log, LENGTHS, make())
     assert (report.mismatch, report.updates, report.end) == (

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ebrl.core.errors import Closed, ConfigError, SimulatorError
+from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.records import Decision, Episode, GroupRule, TrainBatch
 from ebrl.core.runtime import Runtime
 from ebrl.core.saved import SavedExperience
@@ -25,13 +23,12 @@ from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.generator import Generator
 from ebrl.sim.context import EnvContext
-from ebrl.sim.fake import ScriptedEnv
 from ebrl.sim.group import EnvGroup
 from ebrl.sim.programs import rollout
 from ebrl.train.checkpoint import Checkpoint, Checkpointer, load
 from ebrl.train.sampling import Sampling
 from ebrl.train.trainer import Trainer
-from tests.helpers import RecordingLearner, VersionedPolicy, assert_sound, leaves, scripted_spec, the_failure
+from tests.helpers import RecordingLearner, VersionedPolicy, assert_sound, scripted_spec, the_failure
 
 LENGTHS = scripted_spec(length=lambda rng: 3 + int(rng.integers(10)))
 torch.set_num_threads(1)
@@ -535,43 +532,6 @@ def test_episodes_whose_simulators_were_called_are_given_up_and_counted(caplog: 
     assert message == (
         f"envs: {len(called)} running episodes are given up, since their programs have called the simulator "
         "(env.call), which cannot be done again: from here on the run is not the one that it would have been"
-    )
-
-
-class Restless(ScriptedEnv):
-    """Not deterministic: what it shows depends on how many were built."""
-
-    num_built = 0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        Restless.num_built += 1
-        self._offset = np.float32(Restless.num_built)
-
-    def step(self, action: Any) -> Any:
-        obs, *rest = super().step(action)
-        return obs + self._offset, *rest
-
-
-def test_a_simulator_that_is_not_deterministic_is_found_out() -> None:
-    spec = scripted_spec(make=functools.partial(Restless, 3, 2, length=40))
-    saved, _ = saved_after(2, 4.0, spec=spec, on_resume="replay")
-
-    async def main(on_resume: Any) -> None:
-        async with Runtime(machine()) as rt:
-            run = await going(rt, updates=4, resume=saved, spec=spec, on_resume=on_resume)
-            async for _ in run.trainer:
-                pass
-
-    run_virtual(main("next"))
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtual(main("replay"))
-    error = next(leaves(caught.value))
-    assert isinstance(error, SimulatorError)
-    assert re.search(
-        r"env \d: episode 0 was run again with the same seed and actions and came to another observation, so this "
-        r'simulator is not deterministic: continue with EnvGroup\(on_resume="next"\)',
-        str(error),
     )
 
 

@@ -384,6 +384,41 @@ async def test_a_group_waits_for_the_memory_of_another() -> None:
     assert memory.statistics().free == 1000
 
 
+class SlowToEnd(Recording):
+    """Takes a second to close."""
+
+    async def aclose(self, deadline_s: float) -> None:
+        await asyncio.sleep(1.0)
+        await super().aclose(deadline_s)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.5])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_stop_that_is_cancelled_goes_on_and_may_be_asked_for_again(
+    wait_s: float, again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    @virtually
+    async def main() -> None:
+        log = list[str]()
+        async with make_runtime() as rt:
+            service = rt.start(SlowToEnd("a", log, error_in_aclose=ValueError("broken")))
+            await settle()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await rt.stop(service)
+            assert rt.start(Recording("a", log)).name == "a-2"
+            if again:
+                with pytest.raises(ValueError, match="broken"):
+                    await rt.stop(service)
+            raise KeyError("of the body")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        main()
+    told = [type(error) for error in leaves(caught.value)]
+    assert told == [KeyError]
+    assert ("the end of a failed, and nobody waits" in caplog.text) is not again, "what nobody was told is not lost"
+
+
 @virtually
 async def test_a_gpu_is_left_undivided_for_the_next_runtime() -> None:
     machine = sharing_machine()

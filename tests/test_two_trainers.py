@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
-from ebrl import EnvGroup, Generator, Runtime, Trainer, VirtualMachine
-from ebrl.core.errors import ConfigError
+from ebrl import Checkpointer, EnvGroup, Generator, Runtime, Trainer, VirtualMachine, run_virtual
+from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.records import TrainBatch
 from tests.helpers import RecordingLearner, VersionedPolicy, assert_sound, scripted_spec, virtually
 
 SPEC = scripted_spec(length=5)
 MACHINE = {"sim": lambda n, rng: 0.01, "gen": lambda n, rng: 1.0, "train": lambda n, rng: 0.1}
+
+
+class Kept(RecordingLearner):
+    """Can be saved."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"weight": self.policy.weight.item()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        raise NotImplementedError
 
 
 def learner_of(weight: float) -> RecordingLearner:
@@ -31,7 +45,7 @@ def acted_with(learner: RecordingLearner) -> set[float]:
     return {float(decision.out.log_prob.flat[0]) for decision in learner.decisions}
 
 
-@pytest.mark.parametrize("shared", ["actor", "learner"])
+@pytest.mark.parametrize("shared", ["generator", "learner", "policy"])
 def test_two_may_share_nothing_while_they_train(shared: str) -> None:
     """Each would train on what the other one's weights did, or two threads would change one policy."""
 
@@ -42,16 +56,91 @@ def test_two_may_share_nothing_while_they_train(shared: str) -> None:
             gens = [rt.start(Generator(learner.policy, name=f"gen-{i}")) for i, learner in enumerate(learners)]
             first = start(rt, gens[0], learners[0], "first")
             await anext(first)
-            gen = gens[0] if shared == "actor" else gens[1]
-            learner = learners[0] if shared == "learner" else learners[1]
-            told = f"second has the {shared} of first, which has not done its updates: give it one of its own, or end"
+            gen = gens[0] if shared == "generator" else gens[1]
+            learner = {
+                "generator": learners[1],
+                "learner": learners[0],
+                "policy": RecordingLearner(learners[0].policy, 4),
+            }[shared]
+            what = "generator" if shared == "generator" else "policy"
+            told = f"second has the {what} of first, which has not done its updates: give it one of its own"
+            version = gen.weights.version
             with pytest.raises(ConfigError, match=told):
                 start(rt, gen, learner, "second")
+            assert gen.weights.version == version
             assert [report.update async for report in first] == [2, 3]
             third = start(rt, gen, learner, "third")
             assert [report.update async for report in third] == [1, 2, 3]
 
     main()
+
+
+@virtually
+async def test_a_trainer_that_is_refused_has_changed_nothing() -> None:
+    async with Runtime(VirtualMachine(MACHINE)) as rt:
+        learner = learner_of(0.0)
+        gen = rt.start(Generator(learner.policy))
+        envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+        async for _ in rt.start(Trainer(envs, learner, updates=3)):
+            pass
+        second = Trainer(envs, learner_of(70.0), updates=3, name="second")
+        with pytest.raises(ConfigError, match="envs has a trainer already"):
+            rt.start(second)
+        with pytest.raises(Closed, match="second is not running"):
+            await anext(second)
+        with gen.weights.lease() as lease:
+            assert (lease.version, lease.weights.weight.item()) == (3, 3.0)
+
+
+def test_who_has_an_heir_is_not_saved(tmp_path: Path) -> None:
+    """Its learner, or what its environments do, is not that of its last update any more."""
+    run_virtual(inherit(tmp_path))
+
+
+async def inherit(folder: Path) -> None:
+    async with Runtime(VirtualMachine(MACHINE)) as rt:
+        learner = Kept(VersionedPolicy(SPEC), 4)
+        gen = rt.start(Generator(learner.policy))
+        first, saves = start(rt, gen, learner, "first"), Checkpointer(folder)
+        async for _ in first:
+            pass
+        await saves.save(first)
+        second = start(rt, gen, learner, "second")
+        await anext(second)
+        with pytest.raises(ConfigError, match="second goes on with what first has done: save that one"):
+            await saves.save(first)
+        assert not rt.before_failing
+        await saves.save(second)
+        assert list(rt.before_failing) == ["second"]
+        await rt.stop(second)
+        assert not rt.before_failing
+
+
+def test_who_was_given_up_in_an_update_keeps_its_policy() -> None:
+    """Its thread goes on, and changes it."""
+    release, begun = threading.Event(), threading.Event()
+
+    class Slow(RecordingLearner):
+        def update(self, batch: TrainBatch) -> Mapping[str, float]:
+            begun.set()
+            assert release.wait(30)
+            return super().update(batch)
+
+    async def main() -> None:
+        learner = Slow(VersionedPolicy(SPEC), 4)
+        async with Runtime(grace_s=0.2, tune=False) as rt:
+            gen = rt.start(Generator(learner.policy))
+            first = start(rt, gen, learner, "first")
+            waits = asyncio.ensure_future(anext(first))
+            await asyncio.to_thread(begun.wait, 30)
+            await rt.stop(first)
+            with pytest.raises(Closed, match="an update of first was given up"):
+                await waits
+            with pytest.raises(ConfigError, match="the policy of first, whose last update has not returned"):
+                start(rt, gen, learner, "second")
+            release.set()
+
+    asyncio.run(main())
 
 
 @virtually

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.scope import Scope
 from ebrl.core.testing import settle
@@ -200,6 +200,50 @@ def test_a_consumer_may_begin_at_any_time(why: str) -> None:
             assert lease.weights[0] == 8
 
     main()
+
+
+@virtually
+async def test_a_copy_that_was_cancelled_before_it_began_keeps_nobody_waiting() -> None:
+    store, machine = make_store(), VirtualMachine({"io": lambda n, rng: 60.0 * n}, servers={"io": 2})
+    busy, idle = machine.lane("io", "busy"), machine.lane("io", "idle")
+    busy.run(int)
+    publish = asyncio.create_task(store.publish(filled(1), busy))
+    await asyncio.sleep(1.0)
+    publish.cancel()
+    await settle()
+    assert await store.publish(filled(2), idle) == 1
+    assert asyncio.get_running_loop().time() < 2.0
+    await asyncio.sleep(100.0)
+    with store.lease() as lease:
+        assert (lease.version, lease.weights.tolist()) == (1, [2, 2])
+
+
+@virtually
+async def test_who_is_cancelled_while_another_copy_ends_leaves_it_to_be_waited_for() -> None:
+    store, lane = make_store(), VirtualMachine({"io": lambda n, rng: 1.0}).lane("io", "publish")
+    store._copied = ending = asyncio.get_running_loop().create_future()
+    publish = asyncio.create_task(store.publish(filled(1), lane))
+    await settle()
+    publish.cancel()
+    await settle()
+    second = asyncio.create_task(store.publish(filled(2), lane))
+    await settle()
+    assert not second.done()
+    ending.set_result(None)
+    assert await second == 1
+
+
+@virtually
+async def test_a_publish_on_a_lane_that_ends_is_closed_and_not_cancelled() -> None:
+    store, machine = make_store(), VirtualMachine({"io": lambda n, rng: 1.0})
+    lane = machine.lane("io", "publish")
+    lane.run(int)
+    publish = asyncio.create_task(store.publish(filled(1), lane))
+    await settle()
+    await machine.aclose([lane], deadline_s=1.0)
+    with pytest.raises(Closed, match="lane publish has ended: nothing was published"):
+        await publish
+    assert store.version == 0
 
 
 @virtually

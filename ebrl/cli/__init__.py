@@ -48,6 +48,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def command() -> NoReturn:
     """Run the command of the shell, and leave even where a call on some thread never returns."""
     status = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: one more would be a traceback of the interpreter
     if any(thread.name.startswith("ebrl-") for thread in threading.enumerate()):
         # Given up and named in the log. The interpreter's own end would tear it down inside a library, and abort.
         sys.stdout.flush()

@@ -242,21 +242,20 @@ class Admission:
     # The consumer.
 
     async def ready(self) -> None:
-        """Wait until B decisions are finished: in open segments, where they can be cut, or out of them.
-
-        For the one consumer.
+        """Let the one consumer wait until B decisions are finished: in open segments, where they can be cut, or not.
 
         Raises:
             Closed: The environments have ended, or their trainer.
         """
-        if self._closed:
+        if not self._closed:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._look()
+            try:
+                await self._ready
+            finally:
+                self._ready = None
+        if self._closed:  # perhaps since then
             raise Closed(ENDED)
-        self._ready = asyncio.get_running_loop().create_future()
-        self._look()
-        try:
-            await self._ready
-        finally:
-            self._ready = None
 
     @property
     def missing(self) -> int:

@@ -31,6 +31,7 @@ from ebrl.core.scope import Scope, finish, heeding_callbacks
 from ebrl.core.tokens import TokenBucket
 from ebrl.core.trace import Trace
 from ebrl.core.tuning import Tuning
+from ebrl.core.underway import Underway
 
 S = TypeVar("S", bound=Service)
 T = TypeVar("T")
@@ -129,6 +130,7 @@ class Runtime:
         self._scope = Scope()
         self._exit = AsyncExitStack()
         self._services: dict[str, tuple[Service, asyncio.Task[None]]] = {}
+        self._endings: dict[str, tuple[Service, Underway[None]]] = {}  # of those that are being stopped
         self._state = "new"
         self._frozen = False
         self._num_boundaries = 0
@@ -164,11 +166,12 @@ class Runtime:
 
         Raises:
             Closed: The runtime is not open.
+            EbrlError: The service cannot begin; it says why.
         """
         if self._state != "open":
             raise Closed(f"{service.name} was started outside `async with Runtime()`")
         name, number = service.name, 1
-        while name in self._services or name == TUNER:
+        while name in self._services or name in self._endings or name == TUNER:
             number += 1
             name = f"{service.name}-{number}"
         service.name = name  # it keys random streams
@@ -181,11 +184,18 @@ class Runtime:
         return self._claims.get(kind)
 
     async def stop(self, service: Service) -> None:
-        """End one service before the others."""
-        for name, (other, task) in list(self._services.items()):
-            if other is service:
-                del self._services[name]
-                await self._end(service, task, asyncio.get_running_loop().time() + self._grace_s)
+        """End one service before the others. Who is cancelled meanwhile does not stop its end, and may ask again."""
+        name = service.name
+        if self._services.get(name, (None,))[0] is service:
+            _, task = self._services.pop(name)
+            end = self._end(service, task, asyncio.get_running_loop().time() + self._grace_s)
+            self._endings[name] = service, Underway[None](f"the end of {name}")
+            self._endings[name][1].begin(end)
+        if self._endings.get(name, (None,))[0] is service:
+            _, ending = self._endings[name]
+            await ending.idle()
+            if self._endings.pop(name, None) is not None:
+                await ending.result()
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Run a task of the caller's that ends with the runtime, and whose error ends it."""
@@ -241,6 +251,8 @@ class Runtime:
             stack.push_async_callback(end_lanes)
             for service, task in self._services.values():
                 stack.push_async_callback(self._end, service, task, deadline)
+            for _, ending in self._endings.values():  # whoever wanted it does not wait any more
+                stack.push_async_callback(ending.aclose, self._grace_s)
             self._services.clear()
 
     async def _end(self, service: Service, task: asyncio.Task[None], deadline: float) -> None:

@@ -88,6 +88,7 @@ class Underway(Generic[T]):
         finally:
             task.cancel()
         await asyncio.wait([task])
-        if not self._wanted and not task.cancelled() and (error := task.exception()) is not None:
+        taken = self._wanted or self._task is not task
+        if not taken and not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed, and nobody waits for it any more", self._name, exc_info=error)
         return bool(ended)

@@ -1,8 +1,8 @@
 """`WeightStore`: versioned weights in a double buffer, so that publishing never stops a reader and never tears a read.
 
 A reader leases the front buffer for one batch. The publisher waits until nobody reads the back buffer any more (at
-most the batches in flight), copies into it on a lane of its own, and flips the index on the loop, with no await
-between the end of the copy and the flip.
+most the batches in flight), copies into it on a lane of its own, and makes it the front on the loop, with no await
+between the end of the copy and that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import Closed, ConfigError
 from ebrl.core.protocols import Lane
 
 W = TypeVar("W")
@@ -30,7 +30,8 @@ class _Buffer(Generic[W]):
 
 @dataclass(slots=True)
 class _Request:
-    wanted: bool = True  # whoever asked for a copy waits for it
+    wanted: bool = True  # whoever asked for a copy waits for it; written on the loop
+    begun: bool = False  # written on the lane
 
 
 class WeightLease(Generic[W]):
@@ -79,7 +80,7 @@ class WeightStore(Generic[W]):
 
     @property
     def version(self) -> int:
-        """Of the weights in front; the number of publishes so far, in this run and the one that it continues."""
+        """Of the weights in front: the number of publishes so far, and of trainers that began after one."""
         return self._version
 
     def lease(self) -> WeightLease[W]:
@@ -109,18 +110,19 @@ class WeightStore(Generic[W]):
 
         Args:
             source: Not written to by anyone until this returns.
-            lane: Where the copy runs. Who is cancelled meanwhile publishes nothing: what runs of the copy ends unseen,
-                and the next publisher waits for that.
+            lane: Where the copy runs. Who is cancelled before it has ended publishes nothing: what has begun of it ends
+                unseen, and the next publisher waits for that.
 
         Returns:
             The new version.
 
         Raises:
             ConfigError: Somebody else is publishing.
+            Closed: The lane ended before the copy began.
         """
         if self._publishing:
             raise ConfigError(TWO)
-        self._publishing, request = True, _Request()
+        self._publishing, request, copied = True, _Request(), None
         try:
             if self._copied is not None:
                 await asyncio.wait([self._copied])
@@ -130,17 +132,24 @@ class WeightStore(Generic[W]):
             copied = lane.run(self._copy_if_wanted, request, source, self._back.weights, n=0)
             self._copied = copied
             copied.add_done_callback(partial(self._end_copy, request))
-            await asyncio.shield(copied)
+            await asyncio.wait([copied])
+            if copied.cancelled():
+                raise Closed(f"lane {lane.name} has ended: nothing was published")
+            copied.result()
         finally:
             self._publishing = request.wanted = False
+            if self._copied is copied and not request.begun:  # and never will be: its lane looks whether it is wanted
+                self._copied = None
         return self._version
 
     def _copy_if_wanted(self, request: _Request, source: Any, buffer: W) -> None:
+        request.begun = True
         if request.wanted:
             self._copy(source, buffer)
 
     def _end_copy(self, request: _Request, copied: asyncio.Future[None]) -> None:
-        self._copied = None
+        if self._copied is copied:
+            self._copied = None
         if not copied.cancelled() and copied.exception() is None and request.wanted:
             self._flip(self._version + 1)
 

@@ -349,7 +349,7 @@ class Recovery:
         error = fault.error
         note(error, fault.where)
         note(error, verdict.reason)
-        for name, save in self._runtime.before_failing.items():
+        for name, save in list(self._runtime.before_failing.items()):
             try:
                 await save()
             except EbrlError as failed:

@@ -225,18 +225,32 @@ async def run_again(env: EnvContext, obs: Observation) -> Observation:
 
     Returns:
         What the simulator shows at the end.
+
+    Raises:
+        SimulatorError: It ended the episode sooner than it did before.
     """
     assert env.resumed is not None
-    assert env.resumed.running is not None
-    for action in env.resumed.running.actions:
+    running = env.resumed.running
+    assert running is not None
+    for num, action in enumerate(running.actions, start=1):
         future: asyncio.Future[StepResult] = env._loop.create_future()
         try:
             env.slot.step(future, action)
-            obs = (await future).obs
+            result = await future
         except BaseException as error:
             blame_reset(env, error, future, partial(np.asarray, action))
             raise
+        obs = result.obs
+        if (result.terminated or result.truncated) and (num < len(running.actions) or not running.reported):
+            raise _other_simulator(env, env.episode + 1, f"ended after {num} of the calls, where it had not before")
     return obs
+
+
+def _other_simulator(env: EnvContext, episode: int, what: str) -> SimulatorError:
+    return SimulatorError(
+        f"env {env.index}: episode {episode} was run again with the same seed and actions and {what}, so this "
+        'simulator is not deterministic, or not the one of that run: continue with EnvGroup(on_resume="next")'
+    )
 
 
 def come_back(env: EnvContext) -> SavedEpisode:
@@ -250,10 +264,7 @@ def come_back(env: EnvContext) -> SavedEpisode:
     running = saved.running
     assert running is not None
     if not same(env._last_obs, running.last_obs):
-        raise SimulatorError(
-            f"env {env.index}: episode {env.episode} was run again with the same seed and actions and came to another "
-            'observation, so this simulator is not deterministic: continue with EnvGroup(on_resume="next")'
-        )
+        raise _other_simulator(env, env.episode, "came to another observation")
     env._request.memory = running.memory
     meter = env.meter
     meter.began_s -= running.duration_s

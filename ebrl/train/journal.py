@@ -48,16 +48,18 @@ class Journal:
         self._dropped: Mapping[str, int] = {}
         self._next: dict[int, int] = {}  # per environment: index of the decision that must come next
         self._begun = False  # the log
-        self._updating = False  # or an update has raised
+        self._failed = False
         self._broken = False
 
-    def take(self, segments: Sequence[Segment], dropped: Mapping[str, int]) -> None:
+    def take(self, segments: Sequence[Segment], dropped: Mapping[str, int], *, failed: bool) -> None:
         """Note what was handed over for the next batch.
 
         Args:
             segments: As they came.
             dropped: Decisions since the run began, by reason.
+            failed: The last update came to no end, or what came of it was not published.
         """
+        self._failed |= failed
         if not self._broken:
             self._taken += segments
             self._dropped = dropped
@@ -68,11 +70,9 @@ class Journal:
             self._begun = True
             self._write_header()
         taken, self._taken = self._taken, []
-        failed, self._updating = self._updating, True
         metrics = self._learner.update(batch)
-        self._updating = False
         self._num_updates += 1
-        why = "an update before this one failed" if failed else self._unreplayable(batch, taken)
+        why = "an update before this one failed" if self._failed else self._unreplayable(batch, taken)
         if why and not self._broken:
             self._broken = True
             self._events.write({"unreplayable": why})
@@ -97,7 +97,7 @@ class Journal:
 
     def _unreplayable(self, batch: TrainBatch, segments: Iterable[Segment]) -> str:
         if batch.version != self._num_updates - 1:
-            return f"version {batch.version} was published by somebody else, or could not be published"
+            return f"version {batch.version} was published by somebody else"
         for segment in segments:
             env, index = segment.env, self._next.get(segment.env, 0)
             for decision in segment.decisions:

@@ -7,7 +7,7 @@ recorders. After each update it publishes the weights and gives the credit of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Self, TypeAlias
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ebrl.core.admission import Admission
-from ebrl.core.errors import Closed, ConfigError, ProgramError, note, whole, word
+from ebrl.core.errors import Closed, ConfigError, ProgramError, logger, note, whole, word
 from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Actor, Experience, GroupLearner, Lane, Learner
 from ebrl.core.readings import TrainReading
@@ -41,6 +41,9 @@ class Trainer:
     The updates are made for the caller's ``async for``: while its body runs no update does, so `learner.policy` may be
     read there; rollouts go on, within their credit. Who is cancelled while an update runs does not undo it: it ends,
     and the next report is of that one.
+
+    It has its generator and the policy of its learner alone: another trainer may have them when all updates are done,
+    or after ``await rt.stop(trainer)``.
 
     Example::
 
@@ -98,38 +101,38 @@ class Trainer:
         self._lane: Lane | None = None
         self._journal: Journal | None = None
         self._failed = False  # the last update
+        self._heir = ""  # the trainer that goes on with its generator or policy
         self._num_updates = self._num_trained = 0
         self._profile = StageProfile("train", name)
         self._update_s = self._updated_s = self._began_s = 0.0
 
     def open(self, runtime: Runtime) -> None:
-        """Take a lane and open the group's credit; called by `Runtime.start`."""
-        _refuse_beside(self, runtime.tuning.trainers)
-        self._runtime = runtime
-        saved = self._resume
-        self._began_s = self._updated_s = runtime.clock()
+        """Take a lane and open the group's credit; called by `Runtime.start`.
+
+        Raises:
+            ConfigError: It shares what it may not, or the environments do not fit; nothing has begun then.
+        """
+        saved, weights = self._resume, self._envs.actor.weights
         batch_size, quota, groups = self._learner.batch_size, self._sampling == "quota", self._groups is not None
+        version = weights.version and weights.version + 1  # the policy may have been changed since that one
+        finished = _refuse(self, runtime)
         self._assembler = _make_assembler(runtime, batch_size, self.max_lag, self._envs.group_size if groups else None)
+        if saved is not None:  # nobody has decided anything before credit is given: all is of the saved version
+            saved.restore(self._learner)
+            version, self._num_updates = saved.version, saved.update
+            for segment in saved.experience.taken:
+                self._assembler.add(segment)
+        experience = saved.experience if saved is not None else None
+        self._envs.open_training(batch_size, self.max_lag, quota=quota, groups=groups, saved=experience)
+        weights.begin(self._learner.policy, version)
+        _succeed(self, finished, runtime)
+        self._journal = _journal(self, runtime)
         self._lane = runtime.machine.lane("train", f"{self.name}-0", runtime.claim("train"), self._threads)
         if runtime.machine.real:
             self._lane.run(torch.set_num_threads, self._threads, n=0)
-        if runtime.events is not None:
-            _refuse_to_record(several=groups or len(self._tasks) > 1, resumed=saved is not None)
-            self._journal = Journal(
-                runtime.events, self._learner, seed=runtime.seed, name=self.name, max_lag=self.max_lag
-            )
-        weights = self._envs.actor.weights
-        version = weights.version and weights.version + 1  # the policy may have been changed since that one
-        if saved is not None:  # nobody has decided anything before credit is given: all is of the saved version
-            saved.restore(self._learner)
-            version = saved.version
-            self._num_updates = saved.update
-            self._began_s -= saved.elapsed_s
-            for segment in saved.experience.taken:
-                self._assembler.add(segment)
-        weights.begin(self._learner.policy, version)
-        experience = saved.experience if saved is not None else None
-        self._envs.open_training(batch_size, self.max_lag, quota=quota, groups=groups, saved=experience)
+        self._runtime = runtime
+        self._updated_s = runtime.clock()
+        self._began_s = self._updated_s - (saved.elapsed_s if saved is not None else 0.0)
         self._profile = StageProfile("train", self.name)
         runtime.profiles.add(self._profile)
         self._read()
@@ -179,18 +182,15 @@ class Trainer:
         """Return the run as it is now; between two updates, while rollouts go on.
 
         Raises:
-            ConfigError: An update runs, or the last one came to no end, or the learner is not
-                `ebrl.core.protocols.Stateful`.
+            ConfigError: An update runs, or the last one came to no end, or another trainer goes on with what this one
+                has done, or the learner is not `ebrl.core.protocols.Stateful`.
             Closed: The trainer is not running.
         """
         elapsed_s = self.runtime.clock() - self._began_s
         lane, learner, update = self._lane, stateful(self._learner), self._num_updates
         version = self._envs.actor.weights.version
         assert lane is not None
-        if self._current.runs:
-            raise ConfigError(f"{self.name} is in an update: save in the body of `async for report in trainer`")
-        if self._failed:
-            raise ConfigError(f"the last update of {self.name} failed: do one before you save")
+        _refuse_to_save(self)
         saved = self._envs.save()
         saved = replace(saved, taken=self._assembler.segments)
         # Queued in the same turn of the loop: no update comes between.
@@ -202,13 +202,14 @@ class Trainer:
         await self._current.idle()
 
     async def aclose(self, deadline_s: float) -> None:
-        """Wait for a running update, up to the deadline."""
+        """Wait for a running update, up to the deadline. Its environments get no more credit."""
         lane, self._lane = self._lane, None
         if self._runtime is not None and lane is not None:
-            self._runtime.tuning.forget(self)
             self._envs.admission.close()
             ended = await self._current.aclose(deadline_s)
-            await self._runtime.machine.aclose([lane], deadline_s=deadline_s if ended else LEAST_S)
+            if not await self._runtime.machine.aclose([lane], deadline_s=deadline_s if ended else LEAST_S):
+                self._runtime.tuning.forget(self)  # else its thread may still change the policy
+            self._runtime.before_failing.pop(self.name, None)
 
     def __aiter__(self) -> Self:
         return self
@@ -293,22 +294,59 @@ class Trainer:
             dropped += too_old
             _book(envs.admission, dropped)
             if self._journal is not None:
-                self._journal.take(segments, envs.admission.ledger().dropped)
+                self._journal.take(segments, envs.admission.ledger().dropped, failed=self._failed)
             if batch is not None:
                 return batch
             assert dropped, "a batch is finished by the ledger, and not in the assembler"
 
 
-def _refuse_beside(trainer: Trainer, others: Iterable[object]) -> None:
-    for other in others:
-        if not isinstance(other, Trainer) or other._num_updates >= other.updates:
+def _refuse(trainer: Trainer, runtime: Runtime) -> list[Trainer]:
+    """Look whether a trainer can begin, and return those that have ended with what it goes on with."""
+    if runtime.events is not None:
+        _refuse_to_record(
+            several=trainer._groups is not None or len(trainer._tasks) > 1, resumed=trainer._resume is not None
+        )
+    saved = trainer._resume
+    if saved is not None and saved.update >= trainer.updates:
+        logger.warning("%s has done its %d updates: none is left of %d", trainer.name, saved.update, trainer.updates)
+    finished = []
+    for other in runtime.tuning.trainers:
+        if not isinstance(other, Trainer):
             continue
-        shared = "actor" if other.actor is trainer.actor else "learner" if other._learner is trainer._learner else ""
-        if shared:
+        shared = "generator" if other.actor is trainer.actor else ""
+        if other._learner.policy is trainer._learner.policy:
+            shared = "policy"
+        if shared and (other._lane is None or other._num_updates < other.updates):
             raise ConfigError(
-                f"{trainer.name} has the {shared} of {other.name}, which has not done its updates: "
-                f"give it one of its own, or end that one first, with await rt.stop(trainer)"
+                f"{trainer.name} has the {shared} of {other.name}, "
+                + ("whose last update has not returned" if other._lane is None else "which has not done its updates")
+                + f": give it one of its own, or wait for that one, or end it first with await rt.stop({other.name})"
             )
+        if shared:
+            finished.append(other)
+    return finished
+
+
+def _succeed(trainer: Trainer, finished: list[Trainer], runtime: Runtime) -> None:
+    for other in finished:
+        other._heir = trainer.name
+        runtime.before_failing.pop(other.name, None)
+
+
+def _journal(trainer: Trainer, runtime: Runtime) -> Journal | None:
+    if runtime.events is None:
+        return None
+    learner = trainer._learner
+    return Journal(runtime.events, learner, seed=runtime.seed, name=trainer.name, max_lag=trainer.max_lag)
+
+
+def _refuse_to_save(trainer: Trainer) -> None:
+    if trainer._current.runs:
+        raise ConfigError(f"{trainer.name} is in an update: save in the body of `async for report in trainer`")
+    if trainer._failed:
+        raise ConfigError(f"the last update of {trainer.name} failed: do one before you save")
+    if trainer._heir:
+        raise ConfigError(f"{trainer._heir} goes on with what {trainer.name} has done: save that one")
 
 
 def _refuse_to_record(*, several: bool, resumed: bool) -> None:
