@@ -266,6 +266,7 @@ def drift(env: ScriptedEnv) -> float:
 
 
 @both
+@pytest.mark.hogs("megabytes are pickled on the loop, as fast as the machine does it")
 def test_call_runs_on_the_simulator_between_steps(kind: Kind) -> None:
     async def main() -> None:
         async with opened(kind, scripted(), 2) as host:

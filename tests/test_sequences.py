@@ -277,6 +277,7 @@ def test_at_lag_zero_every_ratio_is_one(max_lag: int, num_actions: int | None) -
     assert {s.reason for s in segments} >= {"end", "full", "split"}
 
 
+@pytest.mark.hogs("updates are real, and run on the loop's thread in virtual time")
 def test_a_deterministic_run_depends_on_the_seed_alone() -> None:
     spec = scripted_spec(length=lambda rng: 3 + int(rng.integers(10)))
 
