@@ -365,3 +365,24 @@ def test_a_simulator_that_is_another_one_when_an_episode_is_run_again_is_found_o
         r'deterministic, or not the one of that run: continue with EnvGroup\(on_resume="next"\)',
         str(error),
     )
+
+
+def test_an_episode_that_was_saved_at_its_end_and_ends_sooner_is_found_out() -> None:
+    async def lingering(env: EnvContext) -> None:
+        await rollout(env)
+        await asyncio.sleep(1000.0)
+
+    spec = scripted_spec(length=40)
+    saved, _ = saved_after(2, 100.0, spec=replace(spec, horizon=6), on_resume="replay", program=lingering)
+    assert any(env.running and env.running.reported for env in saved.experience.envs)
+
+    async def main() -> None:
+        async with Runtime(scattered()) as rt:
+            now = replace(spec, horizon=5)
+            run = await going(rt, updates=4, resume=saved, spec=now, on_resume="replay", program=lingering)
+            async for _ in run.trainer:
+                pass
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtual(main())
+    assert "ended after 5 of the calls, where it had not before" in str(next(leaves(caught.value)))

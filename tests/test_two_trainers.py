@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebrl import Checkpointer, EnvGroup, Generator, Runtime, Trainer, VirtualMachine, run_virtual
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import Closed, ConfigError, PoolError
 from ebrl.core.records import TrainBatch
 from tests.helpers import RecordingLearner, VersionedPolicy, assert_sound, scripted_spec, virtually
 
@@ -92,6 +92,39 @@ async def test_a_trainer_that_is_refused_has_changed_nothing() -> None:
             assert (lease.version, lease.weights.weight.item()) == (3, 3.0)
 
 
+@virtually
+async def test_what_refuses_a_trainer_may_be_mended() -> None:
+    async with Runtime(VirtualMachine({**MACHINE, "io": lambda n, rng: 1.0}, on_cores=("sim", "train"))) as rt:
+        learner = learner_of(5.0)
+        gen = rt.start(Generator(learner.policy))
+        envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+        with pytest.raises(PoolError, match="trainer"):
+            rt.start(Trainer(envs, learner, updates=3, threads=99))
+        publishing = asyncio.ensure_future(gen.publish(learner.policy))
+        await asyncio.sleep(0)
+        with pytest.raises(ConfigError, match="somebody publishes to gen: start trainer when that is done"):
+            rt.start(Trainer(envs, learner, updates=3))
+        await publishing
+        trainer = rt.start(Trainer(envs, learner, updates=3))
+        assert [report.update async for report in trainer] == [1, 2, 3]
+
+
+def test_a_second_trainer_that_is_not_recorded_has_changed_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Runtime(VirtualMachine(MACHINE), record=tmp_path / "log") as rt:
+            learner = Kept(VersionedPolicy(SPEC), 4)
+            gen = rt.start(Generator(learner.policy))
+            first, saves = start(rt, gen, learner, "first"), Checkpointer(tmp_path / "saves")
+            async for _ in first:
+                pass
+            with pytest.raises(ConfigError, match="records a trainer already"):
+                start(rt, gen, learner, "second")
+            assert gen.weights.version == 3
+            await saves.save(first)
+
+    run_virtual(main())
+
+
 def test_who_has_an_heir_is_not_saved(tmp_path: Path) -> None:
     """Its learner, or what its environments do, is not that of its last update any more."""
     run_virtual(inherit(tmp_path))
@@ -136,7 +169,7 @@ def test_who_was_given_up_in_an_update_keeps_its_policy() -> None:
             await rt.stop(first)
             with pytest.raises(Closed, match="an update of first was given up"):
                 await waits
-            with pytest.raises(ConfigError, match="the policy of first, whose last update has not returned"):
+            with pytest.raises(ConfigError, match="the policy of first, which did not end its last update in time"):
                 start(rt, gen, learner, "second")
             release.set()
 

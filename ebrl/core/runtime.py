@@ -1,7 +1,8 @@
 """`Runtime`: opens the machine and its pools, runs services, and closes everything in order. Knows no stage by name.
 
-Order of the end: services in reverse order of their start (so that a consumer ends before what it consumes), each
-cancelled, then closed, all under one deadline; then the lanes; then the interpreter's settings are restored.
+Order of the end: services that are being stopped; the others in reverse order of their start (so that a consumer ends
+before what it consumes), each cancelled, then closed, all under one deadline; then the lanes; then the interpreter's
+settings are restored.
 """
 
 from __future__ import annotations
@@ -166,10 +167,13 @@ class Runtime:
 
         Raises:
             Closed: The runtime is not open.
-            EbrlError: The service cannot begin; it says why.
+            ConfigError: The service runs already.
+            EbrlError: It cannot begin; it says why.
         """
         if self._state != "open":
             raise Closed(f"{service.name} was started outside `async with Runtime()`")
+        if any(other is service for other, _ in [*self._services.values(), *self._endings.values()]):
+            raise ConfigError(f"{service.name} was started before, and has not ended: make another one")
         name, number = service.name, 1
         while name in self._services or name in self._endings or name == TUNER:
             number += 1
@@ -184,18 +188,24 @@ class Runtime:
         return self._claims.get(kind)
 
     async def stop(self, service: Service) -> None:
-        """End one service before the others. Who is cancelled meanwhile does not stop its end, and may ask again."""
-        name = service.name
-        if self._services.get(name, (None,))[0] is service:
-            _, task = self._services.pop(name)
-            end = self._end(service, task, asyncio.get_running_loop().time() + self._grace_s)
-            self._endings[name] = service, Underway[None](f"the end of {name}")
-            self._endings[name][1].begin(end)
-        if self._endings.get(name, (None,))[0] is service:
-            _, ending = self._endings[name]
-            await ending.idle()
-            if self._endings.pop(name, None) is not None:
-                await ending.result()
+        """End one service before the others.
+
+        Who is cancelled meanwhile does not stop that, and may ask again. Where somebody waits for the end already this
+        returns at once: it may be asked by the service itself, on its way out.
+        """
+        for name, (other, task) in list(self._services.items()):
+            if other is service:
+                del self._services[name]
+                ending = Underway[None](f"the end of {name}")
+                ending.begin(self._end(service, task, asyncio.get_running_loop().time() + self._grace_s))
+                self._endings[name] = service, ending
+        for name, (other, ending) in list(self._endings.items()):
+            if other is service and not ending.wanted:
+                try:
+                    await ending.result()
+                finally:
+                    if not ending.begun:
+                        del self._endings[name]
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Run a task of the caller's that ends with the runtime, and whose error ends it."""
@@ -251,8 +261,8 @@ class Runtime:
             stack.push_async_callback(end_lanes)
             for service, task in self._services.values():
                 stack.push_async_callback(self._end, service, task, deadline)
-            for _, ending in self._endings.values():  # whoever wanted it does not wait any more
-                stack.push_async_callback(ending.aclose, self._grace_s)
+            for _, ending in self._endings.values():
+                stack.push_async_callback(_ended, ending)
             self._services.clear()
 
     async def _end(self, service: Service, task: asyncio.Task[None], deadline: float) -> None:
@@ -264,3 +274,10 @@ class Runtime:
             await asyncio.wait([task], timeout=LEAST_S)
         if not task.done():
             logger.error("%s ignores that it was cancelled; the runtime ends when it does", task.get_name())
+
+
+async def _ended(ending: Underway[None]) -> None:
+    """Wait for the end of a service, which has a deadline of its own; an error that nobody waits for is raised here."""
+    await ending.idle()
+    if ending.begun and not ending.wanted:
+        await ending.result()

@@ -36,6 +36,11 @@ class Underway(Generic[T]):
         return self._task is not None
 
     @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for the result; the work itself cannot."""
+        return self._wanted or (self._task is not None and asyncio.current_task() is self._task)
+
+    @property
     def runs(self) -> bool:
         """Whether the work has not ended."""
         return self._task is not None and not self._task.done()

@@ -80,8 +80,16 @@ class WeightStore(Generic[W]):
 
     @property
     def version(self) -> int:
-        """Of the weights in front: the number of publishes so far, and of trainers that began after one."""
+        """Of the weights in front: the number of publishes, and of trainers that began after one.
+
+        A trainer that goes on with an earlier run begins with the version there.
+        """
         return self._version
+
+    @property
+    def publishing(self) -> bool:
+        """Whether somebody publishes."""
+        return self._publishing
 
     def lease(self) -> WeightLease[W]:
         """Read the newest version."""
@@ -118,7 +126,7 @@ class WeightStore(Generic[W]):
 
         Raises:
             ConfigError: Somebody else is publishing.
-            Closed: The lane ended before the copy began.
+            Closed: The lane was closed before the copy began.
         """
         if self._publishing:
             raise ConfigError(TWO)

@@ -241,7 +241,7 @@ async def run_again(env: EnvContext, obs: Observation) -> Observation:
             blame_reset(env, error, future, partial(np.asarray, action))
             raise
         obs = result.obs
-        if (result.terminated or result.truncated) and (num < len(running.actions) or not running.reported):
+        if result.terminated or result.truncated:  # the step that ends an episode is not among them
             raise _other_simulator(env, env.episode + 1, f"ended after {num} of the calls, where it had not before")
     return obs
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from ebrl.core.errors import ConfigError
 from ebrl.core.events import MAGIC, SCHEMA, EventLog, Update
 from ebrl.core.protocols import Learner
 from ebrl.core.records import Segment, TrainBatch
@@ -31,12 +30,7 @@ class Journal:
             seed: Of the run.
             name: Of the trainer.
             max_lag: Of the trainer.
-
-        Raises:
-            ConfigError: The log has a trainer already.
         """
-        if "trainers" in events.facts:
-            raise ConfigError(f"{events.path} records a trainer already: give every trainer a runtime of its own")
         events.describe("trainers", name)
         self._events = events
         self._learner = learner

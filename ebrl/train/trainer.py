@@ -110,20 +110,21 @@ class Trainer:
         """Take a lane and open the group's credit; called by `Runtime.start`.
 
         Raises:
-            ConfigError: It shares what it may not, or the environments do not fit; nothing has begun then.
+            EbrlError: It shares what it may not, has too many threads, or the environments do not fit; then neither
+                weights nor learner have changed. Or the learner is not the one that was saved.
         """
         saved, weights = self._resume, self._envs.actor.weights
         batch_size, quota, groups = self._learner.batch_size, self._sampling == "quota", self._groups is not None
         version = weights.version and weights.version + 1  # the policy may have been changed since that one
         finished = _refuse(self, runtime)
         self._assembler = _make_assembler(runtime, batch_size, self.max_lag, self._envs.group_size if groups else None)
-        if saved is not None:  # nobody has decided anything before credit is given: all is of the saved version
+        experience = saved.experience if saved is not None else None
+        self._envs.open_training(batch_size, self.max_lag, quota=quota, groups=groups, saved=experience)
+        if saved is not None:  # nobody has decided anything in this turn of the loop: all is of the saved version
             saved.restore(self._learner)
             version, self._num_updates = saved.version, saved.update
             for segment in saved.experience.taken:
                 self._assembler.add(segment)
-        experience = saved.experience if saved is not None else None
-        self._envs.open_training(batch_size, self.max_lag, quota=quota, groups=groups, saved=experience)
         weights.begin(self._learner.policy, version)
         _succeed(self, finished, runtime)
         self._journal = _journal(self, runtime)
@@ -302,10 +303,11 @@ class Trainer:
 
 def _refuse(trainer: Trainer, runtime: Runtime) -> list[Trainer]:
     """Look whether a trainer can begin, and return those that have ended with what it goes on with."""
-    if runtime.events is not None:
-        _refuse_to_record(
-            several=trainer._groups is not None or len(trainer._tasks) > 1, resumed=trainer._resume is not None
-        )
+    _refuse_to_record(trainer, runtime)
+    if trainer.actor.weights.publishing:
+        raise ConfigError(f"somebody publishes to {trainer.actor.name}: start {trainer.name} when that is done")
+    if (claim := runtime.claim("train")) is not None:
+        claim.expect(trainer._threads, trainer.name)
     saved = trainer._resume
     if saved is not None and saved.update >= trainer.updates:
         logger.warning("%s has done its %d updates: none is left of %d", trainer.name, saved.update, trainer.updates)
@@ -317,11 +319,10 @@ def _refuse(trainer: Trainer, runtime: Runtime) -> list[Trainer]:
         if other._learner.policy is trainer._learner.policy:
             shared = "policy"
         if shared and (other._lane is None or other._num_updates < other.updates):
-            raise ConfigError(
-                f"{trainer.name} has the {shared} of {other.name}, "
-                + ("whose last update has not returned" if other._lane is None else "which has not done its updates")
-                + f": give it one of its own, or wait for that one, or end it first with await rt.stop({other.name})"
-            )
+            why = "has not done its updates: give it one of its own, or end that one with await rt.stop(trainer)"
+            if other._lane is None:
+                why = "did not end its last update in time, and may still be in it: give it one of its own"
+            raise ConfigError(f"{trainer.name} has the {shared} of {other.name}, which {why}")
         if shared:
             finished.append(other)
     return finished
@@ -349,11 +350,15 @@ def _refuse_to_save(trainer: Trainer) -> None:
         raise ConfigError(f"{trainer._heir} goes on with what {trainer.name} has done: save that one")
 
 
-def _refuse_to_record(*, several: bool, resumed: bool) -> None:
-    if several:
+def _refuse_to_record(trainer: Trainer, runtime: Runtime) -> None:
+    if runtime.events is None:
+        return
+    if trainer._groups is not None or len(trainer._tasks) > 1:
         raise ConfigError("a recorded run has one task and no groups: leave out Runtime(record=...)")
-    if resumed:
+    if trainer._resume is not None:
         raise ConfigError("a run is recorded from its beginning: leave out Runtime(record=...), or resume=...")
+    if "trainers" in runtime.events.facts:
+        raise ConfigError(f"{runtime.events.path} records a trainer already: give every trainer a runtime of its own")
 
 
 def _check(actor: Actor, learner: object, sampling: object, resume: object) -> None:
