@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -103,18 +104,27 @@ async def test_an_update_that_is_given_up_is_booked_as_lost() -> None:
     assert ledger.dropped == {"lost": 4}, "its batch; of what came back with it nobody begins anything"
 
 
-def test_an_update_that_fails_when_nobody_waits_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    class Fails(RecordingLearner):
-        def update(self, batch: TrainBatch) -> Mapping[str, float]:
-            raise ValueError("of no use")
+class Useless(RecordingLearner):
+    """Fails in every update."""
 
+    def update(self, batch: TrainBatch) -> Mapping[str, float]:
+        raise ValueError("of no use")
+
+
+@asynccontextmanager
+async def failing() -> AsyncIterator[tuple[Runtime, Trainer]]:
+    """Start a trainer whose updates fail after 1.2 s."""
+    policy = ScriptedPolicy(SPEC)
+    async with Runtime(VirtualMachine({**MACHINE, "train": lambda n, rng: 1.2})) as rt:
+        gen = rt.start(Generator(policy))
+        envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
+        yield rt, rt.start(Trainer(envs, Useless(policy, 4), updates=3))
+
+
+def test_an_update_that_fails_when_nobody_waits_is_told(caplog: pytest.LogCaptureFixture) -> None:
     @virtually
     async def main() -> None:
-        policy = ScriptedPolicy(SPEC)
-        async with Runtime(VirtualMachine({**MACHINE, "train": lambda n, rng: 1.2})) as rt:
-            gen = rt.start(Generator(policy))
-            envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
-            trainer = rt.start(Trainer(envs, Fails(policy, 4), updates=3))
+        async with failing() as (_, trainer):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await anext(trainer)
@@ -127,17 +137,9 @@ def test_an_update_that_fails_when_nobody_waits_is_told(caplog: pytest.LogCaptur
 def test_an_update_that_fails_while_its_trainer_is_stopped_is_told_to_who_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Fails(RecordingLearner):
-        def update(self, batch: TrainBatch) -> Mapping[str, float]:
-            raise ValueError("of no use")
-
     @virtually
     async def main() -> None:
-        policy = ScriptedPolicy(SPEC)
-        async with Runtime(VirtualMachine({**MACHINE, "train": lambda n, rng: 1.2})) as rt:
-            gen = rt.start(Generator(policy))
-            envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
-            trainer = rt.start(Trainer(envs, Fails(policy, 4), updates=3))
+        async with failing() as (rt, trainer):
             waits = asyncio.ensure_future(anext(trainer))
             await asyncio.sleep(0.5)
             await rt.stop(trainer)

@@ -1,8 +1,8 @@
 """`Underway`: one piece of work at a time, which ends whether or not who began it is still there.
 
-An update cannot be undone: half of it would be in the weights, and all of its data used up. So who is cancelled while
-one runs leaves it to whoever asks next. No `Scope` could: it ends with its owner, who waits for its children without a
-deadline. Whoever makes an `Underway` closes it.
+An update cannot be undone: half of it would be in the weights, and all of its data used up; nor can the end of a
+service. So who is cancelled while one runs leaves it to whoever asks next. No `Scope` could: it ends with its owner,
+who waits for its children without a deadline. Whoever makes an `Underway` closes it.
 """
 
 from __future__ import annotations

@@ -311,21 +311,19 @@ def _refuse(trainer: Trainer, runtime: Runtime) -> list[Trainer]:
     saved = trainer._resume
     if saved is not None and saved.update >= trainer.updates:
         logger.warning("%s has done its %d updates: none is left of %d", trainer.name, saved.update, trainer.updates)
-    finished = []
-    for other in runtime.tuning.trainers:
-        if not isinstance(other, Trainer):
-            continue
-        shared = "generator" if other.actor is trainer.actor else ""
-        if other._learner.policy is trainer._learner.policy:
-            shared = "policy"
-        if shared and (other._lane is None or other._num_updates < other.updates):
+    actor, policy = trainer.actor, trainer._learner.policy
+    trainers = [other for other in runtime.tuning.trainers if isinstance(other, Trainer)]
+    before = [other for other in trainers if other.actor is actor or other._learner.policy is policy]
+    for other in before:
+        if other._lane is None:
+            why = "did not end its last update in time, and may still be in it: give it one of its own"
+        elif other._num_updates < other.updates:
             why = "has not done its updates: give it one of its own, or end that one with await rt.stop(trainer)"
-            if other._lane is None:
-                why = "did not end its last update in time, and may still be in it: give it one of its own"
-            raise ConfigError(f"{trainer.name} has the {shared} of {other.name}, which {why}")
-        if shared:
-            finished.append(other)
-    return finished
+        else:
+            continue
+        shared = "policy" if other._learner.policy is policy else "generator"
+        raise ConfigError(f"{trainer.name} has the {shared} of {other.name}, which {why}")
+    return before
 
 
 def _succeed(trainer: Trainer, finished: list[Trainer], runtime: Runtime) -> None:
