@@ -8,6 +8,7 @@ before that call or in the midst of it. Processes are forked from one that has i
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import json
 import math
@@ -27,6 +28,7 @@ import torch
 
 import ebrl
 from ebrl.core.records import TrainBatch
+from ebrl.core.saved import SavedExperience
 from ebrl.train import folders
 
 SPEC = ebrl.env_spec("CartPole-v1")
@@ -143,19 +145,31 @@ async def train(folder: Path, journal: Journal, saboteur: Saboteur, updates: int
             before = saved.experience.ledger
             assert ledger.started == before.started, "all that was started is accounted for"
             assert ledger.dropped.get("lost", 0) == before.dropped.get("lost", 0) + before.in_flight
+        fresh = set() if saved is None else newest(saved.experience, saved.version)
         log_weight = math.nan
         async for report in trainer:
             check(envs, learner, report.update)
             assert report.lag_max <= 1, report
             if math.isnan(log_weight):  # no decision of lag 0 yet
                 log_weight = report.metrics["max_abs_log_weight_at_lag_0"]
-                journal.write(log_weight=log_weight, num=report.lag_counts[0], update=report.update)
+                num_saved = len(fresh & {(env, index) for env, index in learner.trained[-CONFIG.batch_size :]})
+                journal.write(log_weight=log_weight, num=report.lag_counts[0], num_saved=num_saved)
+                fresh.clear()  # in later updates they are of lag 1
+            while len(newest(envs.save(), gen.weights.version)) < NUM_ENVS:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.001)  # without them a checkpoint has nothing for the next process to weigh
             journal.write(saving=report.update)
             await saves.save(trainer)
             journal.write(saved=report.update, calls=saboteur.calls)
             updates -= 1
             if not updates:
                 break
+
+
+def newest(kept: SavedExperience, version: int) -> set[tuple[int, int]]:
+    """Return the decisions of the newest version that are finished, and not trained yet."""
+    segments = [*kept.taken, *kept.segments, *kept.open]
+    decisions = [decision for segment in segments for decision in segment.decisions]
+    return {(decision.env, decision.index) for decision in decisions if decision.version == version}
 
 
 def check(envs: ebrl.EnvGroup, learner: Learner, update: int) -> None:
@@ -248,6 +262,7 @@ class Campaign:
             "resumed": len(self.resumed),
             "max log weight": max(line["log_weight"] for line in weights),
             "weighed": sum(line["num"] for line in weights),
+            "of those saved": sum(line["num_saved"] for line in weights),  # acted by a process that was killed
         }
 
 
