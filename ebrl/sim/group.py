@@ -275,8 +275,8 @@ class EnvGroup:
     async def run_episodes(self, seeds: Iterable[int]) -> list[Episode]:
         """Run one episode per seed and task, and wait for all of them, recording nothing for training.
 
-        Which environment of a task runs which seed does not matter, and who finishes first neither: all that start
-        count.
+        Environments take the seeds as they come, and who finishes first does not matter: all that start count. Noise is
+        that of the environment, so that episodes of a generator that samples are others the next time.
 
         Args:
             seeds: One per episode; every task runs all of them.

@@ -44,7 +44,7 @@ class Rollout:
         executed: ``[B, H]`` bool, which actions of the chunk were.
         weight: ``[B]`` that decisions count with in the losses, mean 1.
         lag: ``[B]`` versions behind.
-        reward: ``[B]`` float64 numpy, per decision, of the rewards that the simulator gave; see `TorchLearner.returns`.
+        reward: ``[B]`` float64 numpy, per decision, of its rewards; see `TorchLearner.returns`.
         discount: ``[B]`` float64 numpy, from each decision to the next.
         terminated: ``[B]`` bool, on the CPU.
         ends: ``[S]`` last row of each segment, on the CPU.

@@ -42,7 +42,7 @@ class PPOConfig(LearnerConfig):
             advantage, ``min(rho_bar, w)``, is here the weight of the decoupled objective: with `behaviour_weight_cap`
             of 1 it is the same.
         rho_bar: Of V-trace: cap of the weights of temporal differences, 1 in IMPALA.
-        c_bar: Of V-trace: cap of the weights that carry corrections back, 1 in IMPALA.
+        c_bar: Of V-trace: cap of the weights that carry corrections back, 1 in IMPALA, where it is at most `rho_bar`.
         value_coef: Weight of the value loss, which is half the squared error as in CleanRL: Stable-Baselines3's
             ``vf_coef`` times two.
         normalize_advantage: To zero mean and unit deviation, per minibatch as in CleanRL and Stable-Baselines3.
