@@ -296,8 +296,15 @@ def test_a_run_whose_budget_is_spent_before_its_first_save_is_saved_and_goes_on(
     assert run_virtual(go_on()) == checkpoint.update + 1
 
 
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        (CheckpointError("the disk is full"), "the disk is full"),
+        (AttributeError("no such part"), "AttributeError('no such part')"),  # of a learner of somebody else
+    ],
+)
 def test_a_run_that_cannot_be_saved_says_so_and_ends_with_what_ended_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    why: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saves = Checkpointer(tmp_path / "run")
     write, num = saves._write, 0
@@ -306,13 +313,13 @@ def test_a_run_that_cannot_be_saved_says_so_and_ends_with_what_ended_it(
         nonlocal num
         num += 1
         if num > 1:
-            raise CheckpointError("the disk is full")
+            raise why
         return write(checkpoint)
 
     monkeypatch.setattr(saves, "_write", once)
     error = the_failure(train(saves, FailurePolicy(per_env=1)))
     assert isinstance(error, ScriptedFault)
-    assert error.__notes__[-1] == "trainer could not be saved: the disk is full"
+    assert error.__notes__[-1] == f"trainer could not be saved: {told}"
 
 
 @virtually

@@ -122,8 +122,14 @@ def test_a_return_may_stand_for_success() -> None:
     rule = GroupRule(success_bounds=(0.1, 0.9), success_return=4.9)
     assert Groups(2, rule).admit([*member(0, 5.0), *member(1, 5.5)])[0] == []
     assert Groups(2, rule).admit([*member(0, 5.0), *member(1, 4.5)])[1] == []
+
+
+def test_an_episode_without_a_word_of_success_is_none_once_another_one_had_one() -> None:
+    groups = Groups(2, GroupRule(success_bounds=(0.1, 0.9)))
     with pytest.raises(ConfigError, match="report no success in their info: say from which return"):
-        Groups(2, GroupRule(success_bounds=(0.1, 0.9))).admit(group(True, None))
+        groups.admit(group(None, None))
+    assert [segment.env for segment in groups.admit(group(True, None))[0]] == [s.env for s in group(True, None)]
+    assert groups.admit(group(None, None))[0] == []
 
 
 @pytest.mark.parametrize("bounds", [(0.9, 0.1), (-0.1, 0.5), (0.5, 1.1)])

@@ -451,6 +451,37 @@ def test_actions_that_the_policy_did_not_choose_are_told_once(
         assert "give others to env.intervene(action)" in caplog.text
 
 
+def shown(how: Callable[[Observation], Observation]) -> Program:
+    """Return a program whose policy sees something else."""
+
+    async def program(env: EnvContext) -> None:
+        obs, _ = await env.reset()
+        while not env.done:
+            obs = (await env.act_step(how(obs))).obs
+
+    return program
+
+
+@pytest.mark.parametrize("ends", ["cut off", "terminated"])
+@pytest.mark.parametrize("how", [np.copy, lambda obs: obs + np.float32(1), lambda obs: np.roll(obs, 1)])
+def test_observations_that_are_not_the_simulators_are_told_once(
+    how: Callable[[Observation], Observation], ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a truncated episode would have been worth is read off the simulator's last one."""
+
+    async def main() -> None:
+        spec = scripted_spec(length=4, terminates=ends == "terminated")
+        async with training(spec, count=3, batch_size=12, program=shown(how)) as stage:
+            async for _ in stage.trainer:
+                pass
+
+    run_virtual(main())
+    told = how is not np.copy and ends == "cut off"
+    assert len(caplog.messages) == told
+    if told:
+        assert "shows its policy other observations than the simulator's" in caplog.text
+
+
 def test_interventions_and_evaluations_need_no_word(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         program = replaced(lambda action: action * 2, "intervene")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ebrl.core.errors import Closed, ConfigError
+from ebrl.core.errors import Closed, ConfigError, EbrlError
 from ebrl.core.records import Decision, Episode, GroupRule, TrainBatch
 from ebrl.core.runtime import Runtime
 from ebrl.core.saved import SavedExperience
@@ -453,6 +453,41 @@ def test_another_run_is_refused(
     error = the_failure(main())
     assert isinstance(error, ConfigError)
     assert str(error) == words
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("environments", "of a learner that compares no groups"),
+        ("share", "share a batch equally"),
+        ("learner", "does not fit this SavedLearner"),
+        ("generator", "not of the form of the generator's"),
+    ],
+)
+def test_who_is_refused_has_changed_nothing(why: str, told: str) -> None:
+    saved, _ = saved_after(2, 1.0, group_size=2)
+
+    async def main() -> None:
+        learner, other = (SavedLearner(VersionedPolicy(LENGTHS), 12) for _ in range(2))
+        if why == "environments":
+            learner.groups = GroupRule()  # type: ignore[attr-defined]
+        elif why == "share":
+            learner.batch_size = 10
+        else:
+            (learner if why == "learner" else other).policy.register_buffer("more", torch.zeros(2))
+        async with Runtime(machine()) as rt:
+            gen = rt.start(Generator(other.policy))
+            envs = rt.start(EnvGroup(LENGTHS, actor=gen, count=4, group_size=2))
+            sampling: Sampling | None = "quota" if why == "share" else None
+            with pytest.raises(EbrlError, match=told):
+                rt.start(Trainer(envs, learner, updates=4, sampling=sampling, resume=saved))
+            assert (learner.policy.weight.item(), gen.weights.version) == (0.0, 0)
+            trainer = rt.start(Trainer(envs, other, updates=4))
+            assert [report.update async for report in trainer] == [1, 2, 3, 4]
+            assert other.decisions[0].index == 0
+            assert_sound(envs.admission.ledger())
+
+    run_virtual(main())
 
 
 # Episodes that are run again.

@@ -20,6 +20,7 @@ BORDERS = {
     "sim/inline.py",
     "sim/child.py",
     "sim/life.py",
+    "sim/recovery.py",
     "sim/link.py",
     "cli/doctor.py",
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ebrl import Checkpointer, EnvGroup, Generator, Runtime, Trainer, VirtualMachine, run_virtual
-from ebrl.core.errors import Closed, ConfigError, PoolError
+from ebrl.core.errors import Closed, ConfigError, PolicyError, PoolError
 from ebrl.core.records import TrainBatch
 from tests.helpers import RecordingLearner, VersionedPolicy, assert_sound, scripted_spec, virtually
 
@@ -95,7 +95,8 @@ async def test_a_trainer_that_is_refused_has_changed_nothing() -> None:
 @virtually
 async def test_what_refuses_a_trainer_may_be_mended() -> None:
     async with Runtime(VirtualMachine({**MACHINE, "io": lambda n, rng: 1.0}, on_cores=("sim", "train"))) as rt:
-        learner = learner_of(5.0)
+        learner, other = learner_of(5.0), learner_of(6.0)
+        other.policy.register_buffer("more", torch.zeros(2))
         gen = rt.start(Generator(learner.policy))
         envs = rt.start(EnvGroup(SPEC, actor=gen, count=2))
         with pytest.raises(PoolError, match="trainer"):
@@ -105,6 +106,8 @@ async def test_what_refuses_a_trainer_may_be_mended() -> None:
         with pytest.raises(ConfigError, match="somebody publishes to gen: start trainer when that is done"):
             rt.start(Trainer(envs, learner, updates=3))
         await publishing
+        with pytest.raises(PolicyError, match="not of the form of the generator's"):
+            rt.start(Trainer(envs, other, updates=3))
         trainer = rt.start(Trainer(envs, learner, updates=3))
         assert [report.update async for report in trainer] == [1, 2, 3]
 

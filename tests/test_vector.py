@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -225,6 +225,26 @@ async def test_what_is_remembered_goes_from_decision_to_decision_of_a_slot() -> 
             pass
     assert len({d.episode for d in learner.decisions}) > 2
     assert_remembered(learner.decisions)
+
+
+@pytest.mark.parametrize("how", [np.copy, lambda obs: obs + np.float32(1)])
+def test_observations_that_are_not_the_simulators_are_told_once(
+    how: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def program(env: VectorContext) -> None:
+        obs, _ = await env.reset()
+        while True:
+            obs = (await env.step((await env.act(how(obs))).action)).obs
+            if env.needs_reset.any():
+                obs, _ = await env.reset(env.needs_reset)
+
+    async def main() -> None:
+        async with vector_training(batched_spec(4, length=VARIED), updates=3, program=program) as s:
+            await s.run()
+
+    run_virtual(main())
+    assert len(caplog.messages) == (how is not np.copy)
+    assert all("shows its policy other observations than the simulator's" in told for told in caplog.messages)
 
 
 # Credit.

@@ -134,7 +134,7 @@ async def test_a_publish_that_is_cancelled_while_its_copy_waits_copies_nothing()
     with pytest.raises(ConfigError, match="two publish to one generator at once"):
         await store.publish(filled(3), lane)
     with pytest.raises(ConfigError, match="two publish to one generator at once"):
-        store.begin(filled(3), 0)
+        store.stage(filled(3))
     assert await second == 1
     with store.lease() as lease:
         assert (lease.version, lease.weights[0]) == (1, 2)
@@ -188,7 +188,8 @@ def test_a_consumer_may_begin_at_any_time(why: str) -> None:
         else:
             publish.cancel()
             await settle()
-        store.begin(filled(5), 7)
+        store.stage(filled(5))
+        store.begin(7)
         new = store.lease()
         await asyncio.sleep(5.0)
         assert (old.version, old.weights.tolist()) == (0, [0, 0])

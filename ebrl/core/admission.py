@@ -68,6 +68,23 @@ class Ledger:
         return self.started == ended + sum(places) and min(places) >= 0
 
 
+def check_terms(num_envs: int, batch_size: int, max_lag: int, *, per_env: bool) -> None:
+    """Check what `Admission.open` is to be given.
+
+    Raises:
+        ConfigError: B is not positive, `max_lag` negative, or B no multiple of N where it must be.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+    if max_lag < 0:
+        raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
+    if per_env and batch_size % num_envs:
+        raise ConfigError(
+            f'deterministic mode and sampling="quota" share a batch equally: batch_size {batch_size} is no '
+            f"multiple of {num_envs} environments"
+        )
+
+
 class Admission:
     """The credit of one group of environments. Closed until a consumer opens it. Used on the loop only.
 
@@ -119,17 +136,9 @@ class Admission:
                 as if it had been started here, whatever the version.
 
         Raises:
-            ConfigError: B is not positive, `max_lag` negative, or B no multiple of N where it must be.
+            ConfigError: As `check_terms`.
         """
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        if max_lag < 0:
-            raise ConfigError(f"max_lag must be at least 0, got {max_lag}")
-        if per_env and batch_size % self._num_envs:
-            raise ConfigError(
-                f'deterministic mode and sampling="quota" share a batch equally: batch_size {batch_size} is no '
-                f"multiple of {self._num_envs} environments"
-            )
+        check_terms(self._num_envs, batch_size, max_lag, per_env=per_env)
         self._batch_size = batch_size
         self._max_lag = max_lag
         self._quota = batch_size // self._num_envs if per_env else None

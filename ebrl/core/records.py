@@ -241,6 +241,13 @@ class Segment:
     success: bool | None = None
 
 
+def same(a: Observation, b: Observation) -> bool:
+    """Whether two observations are equal in every number."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
+    return not isinstance(a, dict) and not isinstance(b, dict) and np.array_equal(a, b)
+
+
 def num_decisions(segments: Iterable[Segment]) -> int:
     """Return how many decisions segments have together."""
     return sum(len(segment.decisions) for segment in segments)

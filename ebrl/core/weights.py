@@ -96,12 +96,8 @@ class WeightStore(Generic[W]):
         self._front.readers += 1
         return WeightLease(self, self._front, self._version)
 
-    def begin(self, source: Any, version: int) -> None:
-        """Let a consumer begin: the next lease has these weights and this version. Copies on the calling thread.
-
-        Args:
-            source: Copied.
-            version: Its number; of a run that is continued, its number there.
+    def stage(self, source: Any) -> None:
+        """Copy the weights with which a consumer will `begin`, on the calling thread. Nobody sees them until then.
 
         Raises:
             ConfigError: Somebody is publishing.
@@ -111,6 +107,13 @@ class WeightStore(Generic[W]):
         if self._back.readers or self._copied is not None:  # somebody is not done with it, and this cannot wait
             self._back = _Buffer(deepcopy(self._front.weights))
         self._copy(source, self._back.weights)
+
+    def begin(self, version: int) -> None:
+        """Let a consumer begin: the next lease has the weights that were staged in this very turn of the loop.
+
+        Args:
+            version: Their number; of a run that is continued, their number there.
+        """
         self._flip(version)
 
     async def publish(self, source: Any, lane: Lane) -> int:

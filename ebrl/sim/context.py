@@ -72,7 +72,6 @@ class EnvContext:
         self._observe = group.observe
         self._trace = group.trace
         self._mark_s = 0.0  # when the running call began, for the trace
-        self._last_obs: Observation = {}
         self._busy: str | None = None
         self._needs_reset: str | None = "there was no reset yet"
 
@@ -124,13 +123,14 @@ class EnvContext:
         finally:
             self._busy = None
         _begin_episode(self, obs)
-        return self._last_obs, info
+        return self.recorder.seen, info
 
     async def act(self, obs: Observation, actor: Actor | None = None) -> ActionOut:
         """Ask a policy; batched with whoever else is ready.
 
         Args:
-            obs: What it sees.
+            obs: What it sees. If it is not what the simulator showed last, what follows the last decision of an episode
+                looks different, too: there is `EnvGroup`'s `observe` for that, and gymnasium's wrappers.
             actor: Another one than the group's own: opens no decision and needs no credit.
 
         Returns:
@@ -170,7 +170,7 @@ class EnvContext:
         """`act` and `step` in one request: the action goes to the simulator without waking the program.
 
         Args:
-            obs: What the policy sees.
+            obs: As in `act`.
 
         Returns:
             As `step`.
@@ -352,7 +352,7 @@ def _begin_episode(env: EnvContext, obs: Observation) -> None:
     env.episode += 1
     env._request.memory = None
     env.meter.begin(env._loop.time(), env.recorder.num_decisions)
-    env._last_obs = obs if env._observe is None else env._observe(obs)
+    env.recorder.seen = obs if env._observe is None else env._observe(obs)
     running = come_back(env) if env.resumed is not None else None
     if env.recorder.log is not None:
         env.recorder.log.begin(running)
@@ -362,7 +362,7 @@ def _begin_episode(env: EnvContext, obs: Observation) -> None:
 
 
 def _close(env: EnvContext) -> None:
-    env.recorder.end(env._last_obs)
+    env.recorder.end()
     if env._group.feed.cohorts is not None:
         env._group.feed.cohorts.end(env.index, env.episode, env.meter.success, lost=env.meter.lost)
     if env.recorder.log is not None:
@@ -394,7 +394,7 @@ def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
     rewards = result.rewards
     if env._observe is not None:
         result.obs = env._observe(result.obs)
-    env._last_obs = result.obs
+    env.recorder.seen = result.obs
     meter = env.meter
     if len(rewards) == 1:
         meter.num_steps += 1

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ebrl.core.admission import Admission
+from ebrl.core.admission import Admission, check_terms
 from ebrl.core.errors import Closed, ConfigError, logger, whole
 from ebrl.core.records import EnvSpec, Episode, Segment
 from ebrl.core.runtime import Runtime
@@ -82,7 +82,7 @@ class Feed:
         self._runtime: Runtime | None = None
         self._segments: list[Segment] = []
         self._episodes: list[Episode] = []
-        self._told_foreign = False
+        self._told: set[str] = set()
 
     def open(self, name: str, runtime: Runtime) -> None:
         """The group has been started."""
@@ -91,7 +91,7 @@ class Feed:
     def train(
         self, batch_size: int, max_lag: int, *, quota: bool, groups: bool, saved: SavedExperience | None, replay: bool
     ) -> SavedExperience | None:
-        """Begin to produce segments, or go on with it; see `EnvGroup.open_training`.
+        """Begin to produce segments, or go on with it; see `EnvGroup.open_training`. What is refused changes nothing.
 
         With `replay` environments run their episodes again where that is possible.
 
@@ -101,11 +101,16 @@ class Feed:
         self.plan.refuse_training(self.name)
         runtime = self._started("the trainer's")
         exact = runtime.deterministic and max_lag == 0
+        per_env = quota or (exact and not groups)
         refuse_drop(self.policy, self.name, all_needed=quota or exact or groups)
         if quota:
             check_even(self.tasks)
         if groups:
             check_groups(self.name, self.group_size, quota)
+        if saved is not None:
+            check_alike(self, saved, runtime.seed, groups=groups)
+        check_terms(len(self.specs), batch_size, max_lag, per_env=per_env)
+        if groups:
             self.cohorts = Cohorts(
                 self.admission,
                 self._hand_over,
@@ -117,8 +122,8 @@ class Feed:
             )
             for recorder in self.recorders:
                 recorder.emit = self.cohorts.add
-        settled = None if saved is None else self._resume(saved, runtime.seed, replay)
-        self.admission.open(batch_size, max_lag, per_env=quota or (exact and not groups), whole=groups, saved=settled)
+        settled = None if saved is None else self._resume(saved, replay)
+        self.admission.open(batch_size, max_lag, per_env=per_env, whole=groups, saved=settled)
         for recorder in self.recorders:
             recorder.admission = self.admission
         self.plan.train(runtime.seed)
@@ -191,16 +196,27 @@ class Feed:
     def _hand_over(self, segment: Segment) -> None:
         self.admission.emit(len(segment.decisions))
         self._segments.append(segment)
-        if not self._told_foreign and self.recorders[segment.env].foreign:
-            self._told_foreign = True
-            logger.warning(
-                "%s: the program of environment %d steps with actions that its policy did not choose, and they are "
-                "learnt from as if it had: clip and round them in the policy, and give others to env.intervene(action)",
-                self.name, segment.env,
-            )  # fmt: skip
+        recorder, last = self.recorders[segment.env], segment.decisions[-1]
+        if recorder.foreign:
+            self._tell(
+                segment.env,
+                "steps with actions that its policy did not choose, and they are learnt from as if it had: clip and "
+                "round them in the policy, and give others to env.intervene(action)",
+            )
+        if recorder.altered and self.cohorts is None and segment.reason == "end" and not last.terminated:
+            self._tell(
+                segment.env,
+                "shows its policy other observations than the simulator's, and an episode that was cut off is valued "
+                "by the simulator's last one: change them in the environment (gymnasium.ObservationWrapper), or with "
+                "observe=... of the group",
+            )
 
-    def _resume(self, saved: SavedExperience, seed: int, replay: bool) -> SavedExperience:
-        check_alike(self, saved, seed)
+    def _tell(self, env: int, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("%s: the program of environment %d %s", self.name, env, what)
+
+    def _resume(self, saved: SavedExperience, replay: bool) -> SavedExperience:
         if replay:
             warn_of_loss(self, saved)
         saved = saved.settled(replay=replay and self.cohorts is None)

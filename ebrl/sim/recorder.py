@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ebrl.core.admission import Admission, Drop
-from ebrl.core.records import ActionOut, Array, Decision, Observation, Reason, Segment
+from ebrl.core.records import ActionOut, Array, Decision, Observation, Reason, Segment, same
 from ebrl.sim.border import as_reward
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ class Recorder:
         "_open",
         "action_repeat",
         "admission",
+        "altered",
         "current",
         "emit",
         "env",
         "foreign",
         "log",
         "place",
+        "seen",
         "segment_length",
         "task",
     )
@@ -59,6 +61,8 @@ class Recorder:
         self.current: Decision | None = None
         self.log: EpisodeLog | None = None  # kept where episodes can be run again
         self.foreign = False  # a step that counts had an action that is none of the chunk's
+        self.altered = False  # the policy was shown something else than what the simulator had shown
+        self.seen: Observation = {}  # in the running episode, last; never written to
         self.place = 0  # index of the decision that was started last
         self.emit = emit
         self._open: list[Decision] = []
@@ -96,6 +100,8 @@ class Recorder:
 
     def begin(self, episode: int, obs: Observation, out: ActionOut) -> None:
         """The policy answered."""
+        if obs is not self.seen and not self.altered and self.admission is not None:
+            self.altered = not same(obs, self.seen)
         self.current = Decision(self.env, episode, self._num_decisions, obs, out, (), action_repeat=self.action_repeat)
         self._num_decisions += 1
 
@@ -153,9 +159,9 @@ class Recorder:
         if len(self._open) >= self.segment_length:
             self.cut("full")
 
-    def end(self, final_obs: Observation) -> None:
-        """The episode is over: nothing that comes belongs to the open segment."""
-        self.park(final_obs)
+    def end(self) -> None:
+        """The episode is over: nothing that comes belongs to the open segment, and what was seen last ends it."""
+        self.park(self.seen)
         self.cut("end")
 
     def drop_current(self, reason: Drop) -> None:

@@ -352,8 +352,8 @@ class Recovery:
         for name, save in list(self._runtime.before_failing.items()):
             try:
                 await save()
-            except EbrlError as failed:
-                note(error, f"{name} could not be saved: {failed}")
+            except Exception as failed:  # whatever it was: the run ends because of `error`
+                note(error, f"{name} could not be saved: {failed if isinstance(failed, EbrlError) else repr(failed)}")
         raise error
 
 

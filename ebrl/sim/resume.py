@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ebrl.core.errors import ConfigError, SimulatorError
-from ebrl.core.records import Array, ArraySpec, Observation, StepResult
+from ebrl.core.records import Array, ArraySpec, Observation, StepResult, same
 from ebrl.core.saved import Others, SavedEnv, SavedEpisode, SavedExperience
 from ebrl.sim.recovery import blame_reset
 from ebrl.sim.requests import Other, noise_of
@@ -116,7 +116,7 @@ class EpisodeLog:
         env, meter = self._env, self._env.meter
         running = SavedEpisode(
             actions=[],
-            last_obs=env._last_obs,
+            last_obs=env.recorder.seen,
             memory=env._request.memory,
             first_decision=meter.first_decision,
             num_steps=meter.num_steps,
@@ -263,7 +263,7 @@ def come_back(env: EnvContext) -> SavedEpisode:
     assert saved is not None
     running = saved.running
     assert running is not None
-    if not same(env._last_obs, running.last_obs):
+    if not same(env.recorder.seen, running.last_obs):
         raise _other_simulator(env, env.episode, "came to another observation")
     env._request.memory = running.memory
     meter = env.meter
@@ -278,25 +278,18 @@ def come_back(env: EnvContext) -> SavedEpisode:
     return running
 
 
-def same(a: Observation, b: Observation) -> bool:
-    """Whether two observations are equal in every number."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
-    return not isinstance(a, dict) and not isinstance(b, dict) and np.array_equal(a, b)
-
-
-def check_alike(feed: Feed, saved: SavedExperience, seed: int) -> None:
-    """Check that a run can be continued by these environments, in a run of that seed.
+def check_alike(feed: Feed, saved: SavedExperience, seed: int, *, groups: bool) -> None:
+    """Check that a run can be continued by these environments, in a run of that seed, for who compares groups or not.
 
     Raises:
-        ConfigError: It is of another number of environments, of other ones, or of another seed.
+        ConfigError: It is of another number of environments, of other ones, of another seed or kind of learner.
     """
     num, size, kind = len(saved.envs), saved.group_size, "groups" if saved.compared else "no groups"
     for theirs, ours, what in (
         (saved.name, feed.name, f"of a group {saved.name!r}: use name={saved.name!r}"),
         (num, len(feed.specs), f"of {num} environments, not {len(feed.specs)}: use as many"),
         (size, feed.group_size, f"of groups of {size}: use group_size={size}"),
-        (saved.compared, feed.cohorts is not None, f"of a learner that compares {kind}: use that learner"),
+        (saved.compared, groups, f"of a learner that compares {kind}: use that learner"),
         (saved.seed, seed, f"of seed {saved.seed}: use Runtime(seed={saved.seed})"),
     ):
         if theirs != ours:

@@ -95,10 +95,9 @@ class Slot:
         request: Its row.
         state: ``"running"``: what it does belongs to an episode that somebody wants. ``"over"``: it has ended, or there
             was none yet. ``"idle"``: there is none to run, and it is carried along.
-        last_obs: What it sees.
     """
 
-    __slots__ = ("episode", "index", "last_obs", "meter", "number", "recorder", "request", "state")
+    __slots__ = ("episode", "index", "meter", "number", "recorder", "request", "state")
 
     def __init__(self, number: int, recorder: Recorder, request: RowRequest) -> None:
         self.index = recorder.env
@@ -108,4 +107,3 @@ class Slot:
         self.episode = -1
         self.request = request
         self.state: Literal["running", "over", "idle"] = "over"
-        self.last_obs: Observation = {}

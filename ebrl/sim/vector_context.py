@@ -82,6 +82,7 @@ class VectorContext:
         self._mark_s = 0.0  # when the running call began, for the trace
         self.asked_cohorts: dict[int, asyncio.Future[None]] = {}  # by idle slot: done when its episode may begin
         self._obs: Observation = {}
+        self._rows: list[Observation] = []  # of it
         self._chunks: Array | None = None  # what the open decisions want
 
     @property
@@ -170,7 +171,8 @@ class VectorContext:
         _check_ready(self, "act")
         self._busy = "act"
         self.num_calls += 1
-        running, seen = [slot for slot in self.slots if slot.state == "running"], rows(obs, self.num_slots)
+        running = [slot for slot in self.slots if slot.state == "running"]
+        seen = self._rows if obs is self._obs else rows(obs, self.num_slots)
         started, outs = False, None
         try:
             if _must_wait(self, running, seen):
@@ -315,14 +317,14 @@ def _chosen(env: VectorContext, mask: ArrayLike | None) -> list[Slot]:
 
 
 def _begin_episodes(env: VectorContext, seeds: Iterable[int]) -> None:
-    now_s, seen = env._loop.time(), rows(env._obs, env.num_slots)
+    now_s = env._loop.time()
     for number in seeds:
         slot = env.slots[number]
         slot.state = "running"
         slot.episode += 1
         slot.request.memory = None
-        slot.last_obs = seen[number]
         slot.meter.begin(now_s, slot.recorder.num_decisions)
+    _show(env)
     _span(env, "reset")
 
 
@@ -365,12 +367,11 @@ def _took(env: VectorContext, running: Sequence[Slot], result: VectorStep, actio
         result.obs = observe(result.obs)
     env._obs = result.obs
     _forget_idle(env, result)
-    seen = rows(result.obs, env.num_slots)
+    _show(env)
     terminated, truncated = result.terminated.tolist(), result.truncated.tolist()
     for slot in running:
         number, meter, decision = slot.number, slot.meter, slot.recorder.current
         rewards, success = result.rewards[number], result.success[number]
-        slot.last_obs = seen[number]
         meter.num_steps += len(rewards)
         meter.total_reward += sum(rewards)
         if success is not None:
@@ -387,6 +388,13 @@ def _took(env: VectorContext, running: Sequence[Slot], result: VectorStep, actio
             env.recovery.went_well(env.index)
             end_episode(env, slot)
     return result
+
+
+def _show(env: VectorContext) -> None:
+    env._rows = rows(env._obs, env.num_slots)
+    for slot, obs in zip(env.slots, env._rows, strict=True):
+        if slot.state == "running":
+            slot.recorder.seen = obs
 
 
 def _forget_idle(env: VectorContext, result: VectorStep) -> None:

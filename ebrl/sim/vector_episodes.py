@@ -48,7 +48,7 @@ def leave(env: VectorContext, slot: Slot) -> None:
     if slot.state == "running":
         end_episode(env, slot)
     if slot.state == "over":
-        slot.recorder.end(slot.last_obs)
+        slot.recorder.end()
         if env._group.feed.cohorts is not None:
             env._group.feed.cohorts.end(slot.index, slot.episode, slot.meter.success, lost=slot.meter.lost)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,8 +59,11 @@ class Checkpoint:
     experience: SavedExperience = field(repr=False)
     path: Path | None = None
 
-    def restore(self, learner: Learner) -> None:
+    def restore(self, learner: Learner) -> Callable[[], None]:
         """Give a learner of the same form the state of the one that was saved.
+
+        Returns:
+            What takes it back.
 
         Raises:
             ConfigError: It has no `load_state_dict`.
@@ -76,6 +79,7 @@ class Checkpoint:
                 f"{self.path or 'the checkpoint'} does not fit this {type(learner).__name__}: {in_short(error)}; make "
                 "policy and learner with the options of that run"
             ) from error
+        return partial(holder.load_state_dict, before)
 
 
 class Checkpointer:

@@ -34,6 +34,7 @@ class Groups:
         self._size = size
         self._rule = rule
         self._num_futile = 0  # in a row; stays at the limit once it was said
+        self._told = False  # an episode has said whether it is a success
 
     def admit(self, segments: Sequence[Segment]) -> tuple[list[Segment], list[Dropped]]:
         """Give segments their advantages, and take out groups that the rule does not want.
@@ -48,7 +49,8 @@ class Groups:
             Segments to train, and what was ``filtered``.
 
         Raises:
-            ConfigError: The rule asks for successes, and there is no word of any.
+            ConfigError: The rule asks for successes, and there was no word of any so far. Later an episode without one
+                is none: a horizon has ended it, say, of an environment that tells only at an end of its own.
         """
         cohorts: dict[tuple[int, int], dict[int, list[Segment]]] = {}
         for segment in segments:
@@ -74,13 +76,14 @@ class Groups:
             return True
         if rule.success_return is not None:
             successes = [total >= rule.success_return for total in returns]
-        known = [success for success in successes if success is not None]
-        if len(known) < len(successes):
+        self._told = self._told or any(success is not None for success in successes)
+        if not self._told:
             raise ConfigError(
                 "success_bounds filter groups by their success rate, but the environments report no success in their "
                 "info: say from which return an episode is one with success_return, or success_bounds=None"
             )
         low, high = rule.success_bounds
+        known = [bool(success) for success in successes]
         wanted = tells_apart(known, lowest=low, highest=high)
         if self._num_futile < FUTILE:
             self._num_futile = 0 if wanted else self._num_futile + 1

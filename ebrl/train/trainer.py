@@ -110,22 +110,19 @@ class Trainer:
         """Take a lane and open the group's credit; called by `Runtime.start`.
 
         Raises:
-            EbrlError: It shares what it may not, has too many threads, or the environments do not fit; then neither
-                weights nor learner have changed. Or the learner is not the one that was saved.
+            EbrlError: It shares what it may not, has too many threads, or environments, generator or checkpoint do not
+                fit. Then nothing has changed, and the group may have another trainer.
         """
         saved, weights = self._resume, self._envs.actor.weights
-        batch_size, quota, groups = self._learner.batch_size, self._sampling == "quota", self._groups is not None
         version = weights.version and weights.version + 1  # the policy may have been changed since that one
         finished = _refuse(self, runtime)
-        self._assembler = _make_assembler(runtime, batch_size, self.max_lag, self._envs.group_size if groups else None)
-        experience = saved.experience if saved is not None else None
-        self._envs.open_training(batch_size, self.max_lag, quota=quota, groups=groups, saved=experience)
-        if saved is not None:  # nobody has decided anything in this turn of the loop: all is of the saved version
-            saved.restore(self._learner)
+        self._assembler = _make_assembler(self, runtime)
+        _open_group(self)
+        if saved is not None:
             version, self._num_updates = saved.version, saved.update
             for segment in saved.experience.taken:
                 self._assembler.add(segment)
-        weights.begin(self._learner.policy, version)
+        weights.begin(version)  # nobody has decided anything in this turn of the loop: all is of this version
         _succeed(self, finished, runtime)
         self._journal = _journal(self, runtime)
         self._lane = runtime.machine.lane("train", f"{self.name}-0", runtime.claim("train"), self._threads)
@@ -326,6 +323,25 @@ def _refuse(trainer: Trainer, runtime: Runtime) -> list[Trainer]:
     return before
 
 
+def _open_group(trainer: Trainer) -> None:
+    """Let the environments begin, last of all that may refuse."""
+    saved, learner, envs = trainer._resume, trainer._learner, trainer._envs
+    undo = saved.restore(learner) if saved is not None else None
+    try:
+        envs.actor.weights.stage(learner.policy)
+        envs.open_training(
+            learner.batch_size,
+            trainer.max_lag,
+            quota=trainer._sampling == "quota",
+            groups=trainer._groups is not None,
+            saved=saved.experience if saved is not None else None,
+        )
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
+
+
 def _succeed(trainer: Trainer, finished: list[Trainer], runtime: Runtime) -> None:
     for other in finished:
         other._heir = trainer.name
@@ -379,15 +395,14 @@ def _check(actor: Actor, learner: object, sampling: object, resume: object) -> N
         )
 
 
-def _make_assembler(
-    runtime: Runtime, batch_size: int, max_lag: int, group_size: int | None
-) -> Assembler | GroupAssembler:
+def _make_assembler(trainer: Trainer, runtime: Runtime) -> Assembler | GroupAssembler:
+    batch_size, max_lag = trainer._learner.batch_size, trainer.max_lag
     if runtime.deterministic and max_lag and runtime.machine.real:
         raise ConfigError(
             f"a deterministic run needs Trainer(max_lag=0), got {max_lag}: with lag, data depend on who was ready first"
         )
-    if group_size is not None:
-        return GroupAssembler(batch_size, max_lag, group_size)
+    if trainer._groups is not None:
+        return GroupAssembler(batch_size, max_lag, trainer._envs.group_size)
     return Assembler(batch_size, max_lag, canonical=runtime.deterministic and max_lag == 0)
 
 
