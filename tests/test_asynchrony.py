@@ -17,6 +17,7 @@ from ebrl.core.trace import Trace
 from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualLane, VirtualMachine
 from ebrl.sim.context import EnvContext
+from ebrl.train.metrics import flatten
 from tests.helpers import PATIENT, RecordingLearner, Stage, assert_sound, run_python, scripted_spec, training, virtually
 
 SPEC = scripted_spec(length=25)
@@ -263,6 +264,23 @@ def test_no_trained_decision_is_older_than_the_bound_with_stragglers(max_lag: in
         assert sum(ledger.dropped.values()) < 0.1 * ledger.started
 
     run_virtual(main())
+
+
+@virtually
+async def test_how_old_they_are_is_told() -> None:
+    machine = VirtualMachine({"sim": with_stragglers, "train": one_second}, num_cores=32)
+    async with training(SPEC, machine, count=32, batch_size=64, updates=20, max_lag=2) as stage:
+        reports = [report async for report in stage.trainer]
+    seen = set()
+    for report, batch in zip(reports, stage.learner.batches, strict=True):
+        counts = np.bincount(batch.lags).tolist()
+        assert report.lag_counts == tuple(counts)
+        assert (report.lag_mean, report.lag_max) == (batch.lags.mean(), batch.lags.max())
+        shares = {f"lag/share_of_{lag}": num / 64 for lag, num in enumerate(counts) if num}
+        told = {name: x for name, x in flatten(report).items() if name.startswith("lag/")}
+        assert told == {"lag/mean": report.lag_mean, "lag/max": report.lag_max, **shares}
+        seen |= {*shares}
+    assert seen == {"lag/share_of_0", "lag/share_of_1", "lag/share_of_2"}
 
 
 @virtually

@@ -100,6 +100,28 @@ def test_those_who_finish_first_are_no_sample(
     assert first_finished(finished, num_envs, num) == pytest.approx(expected, abs=within)
 
 
+def all_started(episodes: Sequence[Episode], num_envs: int, num: int) -> list[bool]:
+    """Return the successes of `num` episodes each; an environment stops when the rest can do without it."""
+    found: dict[int, list[bool]] = defaultdict(list)
+    stopped: dict[int, set[int]] = defaultdict(set)
+    for episode in episodes:
+        block = episode.env // num_envs
+        if episode.env not in stopped[block]:
+            found[block].append(bool(episode.success))
+            if num - len(found[block]) < num_envs - len(stopped[block]):
+                stopped[block].add(episode.env)
+    assert all(len(each) == num for each in found.values())
+    return [success for each in found.values() for success in each]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_envs", "num"), [(8, 8), (8, 16), (8, 80), (64, 64), (64, 128), (64, 640)])
+def test_they_are_one_where_whoever_has_started_counts(finished: list[Episode], num_envs: int, num: int) -> None:
+    """As tianshou's collector does for a number of episodes."""
+    successes = all_started(finished, num_envs, num)
+    assert np.mean(successes) == pytest.approx(0.5, abs=1.2 / np.sqrt(len(successes)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["arrival", "quota"])
 @pytest.mark.parametrize(("num_envs", "num"), [(8, 8), (8, 16), (8, 80), (64, 64), (64, 128), (64, 640)])

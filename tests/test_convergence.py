@@ -28,6 +28,7 @@ from bench.learning import (
     update_s,
 )
 from bench.loading import load_convergence
+from bench.profiles import names
 from bench.stragglers import UNBOUNDED, Case, run
 from bench.survival import ratio, restricted, sustained
 from bench.workload import Workload
@@ -195,6 +196,7 @@ def test_a_bar_is_for_three_of_four_profiles() -> None:
     (lockstep, sync) = bars({str(low): profile(low) for low in (1.0, 2.5, 3.0, 1.6)})
     assert (lockstep.value, lockstep.ok, sync.value, sync.ok) == (1.6, False, 1.6, True)
     assert bars({"one": profile(3.0)}) == []
+    assert len(names("convergence")) >= 4
 
 
 def mean_step_s(workload: Workload) -> float:

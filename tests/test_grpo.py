@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.protocols import Learner
-from ebrl.core.records import TrainBatch
+from ebrl.core.records import GroupRule, TrainBatch
 from ebrl.gen.policies import GaussianPolicy
 from ebrl.train.advantages import group_advantages
 from ebrl.train.grpo import GRPO, GRPOConfig
@@ -47,6 +47,11 @@ def test_it_is_a_learner_without_a_critic() -> None:
     assert not {"value_loss", "explained_variance"} & metrics.keys()
     assert all(np.isfinite(x) for x in metrics.values())
     assert (learner.batch_size, grpo.num_updates) == (64, 1)
+
+
+@pytest.mark.parametrize("rule", [{}, {"success_bounds": (0.1, 0.9), "success_return": 0.5}])
+def test_it_asks_for_the_groups_that_its_options_say(rule: dict[str, Any]) -> None:
+    assert make_grpo(**rule).groups == GroupRule(**rule)
 
 
 def test_rewards_and_values_do_not_matter() -> None:
@@ -137,4 +142,4 @@ def test_it_learns() -> None:
         batch = with_advantages(rollout_of(grpo.policy, seed=seed))
         rewards.append(np.mean([d.rewards[0] for d in batch.decisions]))
         grpo.update(batch)
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
+    assert np.mean(rewards[-5:]) > -0.5, "without learning it is about -1.3"

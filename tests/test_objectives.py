@@ -17,6 +17,7 @@ from ebrl.train.options import RatioLevel
 from ebrl.train.ppo import PPO
 from tests.learning import (
     SPEC,
+    Ruler,
     hand_learner,
     made_exact,
     made_old,
@@ -91,11 +92,19 @@ def test_by_hand(options: dict[str, Any], objective: float) -> None:
     assert metrics["policy_loss"] == pytest.approx(-objective, rel=1e-6)
 
 
-@pytest.mark.parametrize(("high", "objective"), [(None, 1.1), (0.5, 1.25)])
-def test_clip_ranges_are_annealed(high: float | None, objective: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "reward", "objective"),
+    [
+        ({"objective": "ppo"}, 2, 1.1),
+        ({"objective": "ppo", "clip_range_high": 0.5}, 2, 1.25),
+        ({"objective": "ppo", "dual_clip": 1.5}, 0, -1.5),
+        ({"behaviour_weight_cap": 1.5}, 2, 1.5),
+    ],
+)
+def test_clip_ranges_are_annealed_and_bounds_are_not(options: dict[str, Any], reward: float, objective: float) -> None:
     """Half of the updates are done, so half of the range is left."""
-    one = segment([1], [2], last=0, end="terminated", acted=[math.log(0.2)], now=[math.log(0.4)])
-    learner = hand_learner(1, epochs=1, objective="ppo", clip_range_high=high, anneal_updates=2)
+    one = segment([1], [reward], last=0, end="terminated", acted=[math.log(0.2)], now=[math.log(0.4)])
+    learner = hand_learner(1, epochs=1, anneal_updates=2, **options)
     learner.num_updates = 1
     assert learner.update(TrainBatch([one], 0))["policy_loss"] == pytest.approx(-objective, rel=1e-6)
 
@@ -154,14 +163,15 @@ def test_a_strict_second_moment_leaves_the_policy_alone() -> None:
 
 
 def test_the_second_moment_is_taken_over_the_batch() -> None:
-    """Square log-weights of one decision in four are 0.36: with 0.1 all stay, with 0.04 those do not."""
+    """The square log-weight of one decision in four is 0.36: with 0.11 all stay, though not if its half were alone."""
     num = 4
     log_weight = [0.0, 0.1, 0.2, 0.6]
     parts = [
         segment([1], [2], last=0, end="terminated", env=env, acted=[-log_weight[env]], now=[0.0]) for env in range(num)
     ]
     for threshold, masked in ((0.11, 0.0), (0.04, 0.25)):
-        learner = hand_learner(num, epochs=1, m2_threshold=threshold, objective="uncorrected")
+        options = {"m2_threshold": threshold, "objective": "uncorrected", "normalize_advantage": False}
+        learner = make_ppo(Ruler(), batch_size=num, minibatch_size=num // 2, epochs=1, **options)
         assert learner.update(TrainBatch(parts, 0))["masked_fraction"] == masked
 
 
@@ -257,6 +267,21 @@ def test_weights_multiply_the_entropy_bonus() -> None:
     assert both == pytest.approx((0.5 * alone[0] + 1.5 * alone[1]) / 2)
 
 
+@pytest.mark.parametrize(
+    ("weight", "objective"), [(None, math.sqrt(1 / 2) / 2), (np.array([0.5, 1.5]), math.sqrt(3 / 2) / 4)]
+)
+def test_advantages_are_normalised_as_weights_have_it(weight: Any, objective: float) -> None:
+    """Advantages 1 and 3, the second twice as probable now. Their mean and variance: 2 and 2, or by weight 5/2 and 3/2.
+
+    So they become -1 and 1 times the root of 1/2, or -1 and 1/3 times the root of 3/2.
+    """
+    parts = [
+        segment([1], [2 + 2 * env], last=0, end="terminated", env=env, acted=[-math.log(2) * env]) for env in range(2)
+    ]
+    learner = hand_learner(2, epochs=1, normalize_advantage=True)
+    assert learner.update(TrainBatch(parts, 0, weight))["policy_loss"] == pytest.approx(-objective)
+
+
 def targets_of(learner: PPO, batch: TrainBatch) -> tuple[list[float], list[float]]:
     rollout = learner.collate(batch)
     scores = learner.score(rollout)
@@ -308,17 +333,18 @@ def test_vtrace_on_fresh_data_values_as_gae_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("caps", "corrections"),
+    ("options", "corrections"),
     [
         ({}, [1 + 5 / 8, 1 / 2 + 3 / 4, 3]),
         ({"rho_bar": 2.0}, [2 + 5 / 8, 1 / 2 + 3 / 4, 3]),
         ({"c_bar": 2.0}, [1 + 5 / 4, 1 / 2 + 3 / 4, 3]),
+        ({"gae_lambda": 0.5}, [1 + 7 / 32, 1 / 2 + 3 / 8, 3]),
     ],
 )
-def test_caps_of_vtrace(caps: dict[str, float], corrections: list[float]) -> None:
+def test_caps_and_lambda_of_vtrace(options: dict[str, Any], corrections: list[float]) -> None:
     """Rewards 1, 2, 3 and values 1, 2, 2 with gamma 1/2: temporal differences of 1, 1, 3; weights 2, 1/2, 1."""
     three = segment([1, 2, 2], [1, 2, 3], last=4, acted=logs(0.2, 0.4, 0.5), now=logs(0.4, 0.2, 0.5))
-    learner = hand_learner(3, targets="vtrace", gae_lambda=1.0, **caps)
+    learner = hand_learner(3, **{"targets": "vtrace", "gae_lambda": 1.0} | options)
     returns = targets_of(learner, TrainBatch([three], 1))[1]
     assert [x - v for x, v in zip(returns, [1, 2, 2], strict=True)] == pytest.approx(corrections, abs=1e-5)
 
