@@ -205,7 +205,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "foreign JSON": (lambda path: (path / "manifest.json").write_text('{"epoch": 3}'), r"manifest.json is not of EBRL"),
     "foreign list": (lambda path: (path / "manifest.json").write_text("[1]"), r"manifest.json is not of EBRL"),
     "foreign format": (lambda path: rewrite(path / "manifest.json", format="other"), r"manifest.json is not of EBRL"),
-    "newer schema": (lambda path: rewrite(path / "manifest.json", schema=9), r"has schema 9, and .* reads 3: use the"),
+    "newer schema": (lambda path: rewrite(path / "manifest.json", schema=9), r"has schema 9, and .* reads 4: use the"),
     "deep JSON": (lambda path: (path / "manifest.json").write_text("[" * 200000), r"manifest.json is damaged, or not"),
     "no files": (lambda path: rewrite(path / "manifest.json", files={}), r"is damaged, or not ours: KeyError"),
     "a list of files": (lambda path: rewrite(path / "manifest.json", files=["a"]), r"is damaged, or not ours: Attribu"),

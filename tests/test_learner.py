@@ -217,10 +217,11 @@ def test_the_running_return_goes_on_across_batches_and_ends_with_the_episode() -
     second = collated(segment([0], [4], last=0, end="terminated", first=2))
     third = collated(segment([0], [3], last=0, first=3))
     third.segments[0].decisions[0].episode = 1
-    for rollout in (first, second, third):
+    fourth = collated(segment([0], [6], last=0, env=1))
+    for rollout in (first, second, third, fourth):
         normalizer.update(rollout.segments, rollout.reward, rollout.discount)
-    # Running returns with gamma 1/2: 1, 2.5; 8; 4 + 2.5 / 2; and 3 of a new episode.
-    returns = np.array([1, 2.5, 8, 5.25, 3])
+    # Running returns with gamma 1/2: 1, 2.5; 8; 4 + 2.5 / 2; 3 of a new episode; and 6 of one of another trainer.
+    returns = np.array([1, 2.5, 8, 5.25, 3, 6])
     assert normalizer.mean == pytest.approx(returns.mean())
     assert normalizer.var == pytest.approx(returns.var())
     rewards = np.array([2.0, 1e6])

@@ -29,7 +29,7 @@ from ebrl.train.tree import Tensors
 logger = logging.getLogger("ebrl")
 
 FORMAT: Final = "ebrl checkpoint"
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 MANIFEST: Final = "manifest.json"
 NAME: Final = re.compile(r"(\d{6,})-update-\d+")
 PARTIAL: Final = re.compile(rf"\.{NAME.pattern}\.partial")

@@ -32,8 +32,8 @@ class ReturnNormalizer:
         self.mean = 0.0
         self.var = 1.0
         self.count = 0.0
-        # Per environment: the episode it was in, and its running return there, discounted to the next decision.
-        self.open: dict[int, tuple[int, float]] = {}
+        # Per environment: the episode it was in, the index of the next decision, and the running return up to it.
+        self.open: dict[int, tuple[int, int, float]] = {}
 
     def update(self, segments: Sequence[Segment], rewards_B: Float64s, discounts_B: Float64s) -> None:
         """Take a batch into the statistics.
@@ -46,14 +46,15 @@ class ReturnNormalizer:
         pairs = zip(rewards_B.tolist(), discounts_B.tolist(), strict=True)
         returns = []
         for segment in segments:
-            episode = segment.decisions[0].episode
-            before, total = self.open.get(segment.env, (episode, 0.0))
-            total = total if before == episode else 0.0
+            first, last = segment.decisions[0], segment.decisions[-1]
+            episode, following, total = self.open.get(segment.env, (-1, 0, 0.0))
+            if first.episode != episode or first.index < following:  # less: of the environments of another trainer
+                total = 0.0
             for _ in segment.decisions:
                 reward, discount = next(pairs)
                 returns.append(total + reward)
                 total = returns[-1] * discount
-            self.open[segment.env] = (episode, total)
+            self.open[segment.env] = (last.episode, last.index + 1, total)
         self._take(np.array(returns))
 
     def normalize(self, rewards_B: Float64s) -> Float64s:
