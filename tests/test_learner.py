@@ -121,7 +121,8 @@ def test_every_epoch_of_every_update_has_an_order_of_its_own() -> None:
     ppo = make_ppo()
     rollout = ppo.collate(rollout_of(ppo.policy))
     orders: set[tuple[int, ...]] = set()
-    for ppo.num_updates in range(2):
+    for num_updates in range(2):
+        ppo.num_updates = num_updates
         epochs = torch.cat(list(ppo.minibatches(rollout, 2))).reshape(2, 64)
         assert (epochs.sort().values == torch.arange(64)).all()
         orders |= {tuple(rows.tolist()) for rows in epochs}

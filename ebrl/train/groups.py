@@ -83,11 +83,11 @@ class Groups:
                 "info: say from which return an episode is one with success_return, or success_bounds=None"
             )
         low, high = rule.success_bounds
-        known = [bool(success) for success in successes]
-        wanted = tells_apart(known, lowest=low, highest=high)
+        succeeded = [bool(success) for success in successes]
+        wanted = tells_apart(succeeded, lowest=low, highest=high)
         if self._num_futile < FUTILE:
             self._num_futile = 0 if wanted else self._num_futile + 1
-            self._warn(sum(known) / self._size)
+            self._warn(sum(succeeded) / self._size)
         return wanted
 
     def _warn(self, rate: float) -> None:

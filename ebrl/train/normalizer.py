@@ -46,7 +46,7 @@ class ReturnNormalizer:
         pairs = zip(rewards_B.tolist(), discounts_B.tolist(), strict=True)
         returns = []
         for segment in segments:
-            first, last = segment.decisions[0], segment.decisions[-1]
+            first = segment.decisions[0]
             episode, following, total = self.open.get(segment.env, (-1, 0, 0.0))
             if first.episode != episode or first.index < following:  # less: of the environments of another trainer
                 total = 0.0
@@ -54,7 +54,7 @@ class ReturnNormalizer:
                 reward, discount = next(pairs)
                 returns.append(total + reward)
                 total = returns[-1] * discount
-            self.open[segment.env] = (last.episode, last.index + 1, total)
+            self.open[segment.env] = (first.episode, segment.decisions[-1].index + 1, total)
         self._take(np.array(returns))
 
     def normalize(self, rewards_B: Float64s) -> Float64s:
