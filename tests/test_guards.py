@@ -54,6 +54,18 @@ def test_hog():
             pass
     asyncio.run(main())
 
+def test_slow_once():
+    async def main():
+        end = time.thread_time() + (0.0 if "slow once" in KEEP else 0.08)
+        while time.thread_time() < end:
+            pass
+    asyncio.run(main())
+    KEEP.append("slow once")
+
+def test_fails_once():
+    KEEP.append("failed")
+    assert KEEP.count("failed") == 2
+
 @pytest.mark.hogs("")
 def test_reason():
     pass
@@ -95,6 +107,7 @@ EXPECTED = {
     "open_files": "left behind: open file /dev/null",
     "file": "left behind: file left.txt in the working directory",
     "blocking": "Blocking call to time.sleep",
+    "fails_once": "assert 1 == 2",
     "hog": "callbacks that hogged the loop",
     "reason": "@pytest.mark.hogs needs a reason",
 }
