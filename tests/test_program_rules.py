@@ -13,6 +13,7 @@ import pytest
 from ebrl.core.errors import ProgramError
 from ebrl.core.machine import LocalMachine
 from ebrl.core.records import Observation
+from ebrl.core.virtual import run_virtual
 from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.sim.context import EnvContext
 from ebrl.sim.failures import FailurePolicy
@@ -96,17 +97,39 @@ async def test_a_program_that_is_no_coroutine_function_is_told_what_it_lacks() -
     assert str(error) == "the program returned NoneType and no coroutine: define it with `async def`"
 
 
-@virtually
-async def test_a_program_does_not_end_silently_by_a_cancellation_of_its_own() -> None:
-    async def program(env: EnvContext) -> None:
-        await env.reset()
-        planner = asyncio.get_running_loop().create_future()
-        planner.cancel()
-        await planner
+async def awaits_who_was_cancelled(env: EnvContext) -> None:
+    await env.reset()
+    planner = asyncio.get_running_loop().create_future()
+    planner.cancel()
+    await planner
 
-    async with asyncio.timeout(100.0):  # nothing would tell, and the segments never come
-        error = await failure(program)
-    assert str(error).startswith("CancelledError() left the program, which nobody had cancelled")
+
+async def cancels_itself(env: EnvContext) -> None:
+    await env.reset()
+    own = asyncio.current_task()
+    assert own is not None
+    own.cancel()
+    await asyncio.sleep(0)
+
+
+async def is_cancelled_by_a_watchdog(env: EnvContext) -> None:
+    await env.reset()
+    own = asyncio.current_task()
+    assert own is not None
+    asyncio.get_running_loop().call_later(1.0, own.cancel)
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("program", [awaits_who_was_cancelled, cancels_itself, is_cancelled_by_a_watchdog])
+def test_a_program_does_not_end_silently_by_a_cancellation_of_its_own(
+    program: Callable[[EnvContext], Awaitable[None]],
+) -> None:
+    async def main() -> Exception:
+        async with asyncio.timeout(100.0):  # nothing would tell, and the segments never come
+            return await failure(program)
+
+    error = run_virtual(main())
+    assert str(error).startswith("CancelledError() left the program, which the run had not cancelled")
     assert isinstance(error.__cause__, asyncio.CancelledError)
     assert error.__notes__[0].startswith("env 0 episode 0")
 

@@ -45,6 +45,8 @@ class Scope:
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
         self._tasks: dict[asyncio.Task[Any], str] = {}  # in the order of their start, which cancellation follows
+        self.ending = False
+        """Whether the children are being cancelled; one that is cancelled before was so by somebody else."""
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -59,8 +61,12 @@ class Scope:
         """
         task = self._group.create_task(coro, name=name)
         self._tasks[task] = name
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
+        self.ending = self.ending or not (task.cancelled() or task.exception() is None)
 
     def fail(self, error: BaseException) -> bool:
         """End as if a child had raised `error`; for what is raised outside of all tasks.
@@ -78,6 +84,7 @@ class Scope:
 
     def cancel(self) -> None:
         """Cancel all children; they are awaited when the block is left."""
+        self.ending = True
         for task in list(self._tasks):
             task.cancel()
 

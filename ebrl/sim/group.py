@@ -324,7 +324,7 @@ async def _begin(group: EnvGroup, scope: Scope) -> None:
         context = EnvContext(group, index, slots[index], recorder)
         group._contexts.append(context)
         group._past.give(context)
-        context.running = scope.start(live(group._program, context), f"{group.name}-{index}")
+        context.running = scope.start(live(group._program, context, scope), f"{group.name}-{index}")
 
 
 def _read(group: EnvGroup) -> dict[str, float]:

@@ -8,6 +8,7 @@ from inspect import isawaitable
 from typing import Final, Protocol, TypeVar
 
 from ebrl.core.errors import ProgramError, note
+from ebrl.core.scope import Scope
 from ebrl.sim.recovery import Failing
 
 IDLE: Final = 100  # times in a row that a program may come back without having acted
@@ -31,11 +32,11 @@ class Living(Failing, Protocol):
 E = TypeVar("E", bound=Living)
 
 
-async def live(program: Callable[[E], Awaitable[None]], env: E) -> None:
-    """Call a program until it is cancelled or raises; failures of its simulator are survived (`ebrl.sim.recovery`).
+async def live(program: Callable[[E], Awaitable[None]], env: E, scope: Scope) -> None:
+    """Call a program until its scope ends or it raises; failures of its simulator are survived (`ebrl.sim.recovery`).
 
     Raises:
-        ProgramError: It is no coroutine function, called nothing, or never acts.
+        ProgramError: It is no coroutine function, called nothing, never acts, or was cancelled by somebody else.
         Exception: What else it raised, with a note that says where.
     """
     recovery, num_idle = env.recovery, 0
@@ -66,11 +67,12 @@ async def live(program: Callable[[E], Awaitable[None]], env: E) -> None:
         except asyncio.CancelledError as error:
             if env.index in recovery.dropped:
                 return
-            task = asyncio.current_task()
-            assert task is not None
-            if task.cancelling():
+            if scope.ending:
                 raise
-            stray = ProgramError(f"{error!r} left the program, which nobody had cancelled: a task that it awaits was")
+            stray = ProgramError(
+                f"{error!r} left the program, which the run had not cancelled: its own code cancelled it, or a task "
+                "that it awaits"
+            )
             _note(stray, env.where())
             raise stray from error
         except Exception as error:

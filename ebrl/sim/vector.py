@@ -170,7 +170,7 @@ class VectorGroup:
             self._memory = await take_memory(self._runtime, self.specs[:: self.num_slots], self.name)
             self.recovery.begin(self.name, self._runtime, scope, [self._host])
             for context in self.contexts:
-                context.running = scope.start(live(self._program, context), f"{self.name}-{context.index}")
+                context.running = scope.start(live(self._program, context, scope), f"{self.name}-{context.index}")
             await asyncio.get_running_loop().create_future()  # until cancelled, or until a program raises
 
     def statistics(self) -> Mapping[str, float]:

@@ -76,7 +76,8 @@ async def evaluate(envs: EpisodeRunner, seeds: Iterable[int]) -> EvalReport:
             ``await gen.publish(policy)`` first.
         seeds: One per episode; the same list gives the same starts. Every task runs all of them, so that who is fast
             has no influence on what is counted. Two evaluations of the same weights are equal with a deterministic
-            generator; one that samples draws for each episode what the environment has that happens to run it.
+            generator, but for ``duration_s``; one that samples draws for each episode what the environment has that
+            happens to run it.
 
     Raises:
         ConfigError: There is no seed, or one is out of range; the group is used for training.
