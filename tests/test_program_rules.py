@@ -106,18 +106,20 @@ async def awaits_who_was_cancelled(env: EnvContext) -> None:
 
 async def cancels_itself(env: EnvContext) -> None:
     await env.reset()
-    own = asyncio.current_task()
-    assert own is not None
-    own.cancel()
+    own_task().cancel()
     await asyncio.sleep(0)
 
 
 async def is_cancelled_by_a_watchdog(env: EnvContext) -> None:
     await env.reset()
-    own = asyncio.current_task()
-    assert own is not None
-    asyncio.get_running_loop().call_later(1.0, own.cancel)
+    asyncio.get_running_loop().call_later(1.0, own_task().cancel)
     await asyncio.Event().wait()
+
+
+def own_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 @pytest.mark.parametrize("program", [awaits_who_was_cancelled, cancels_itself, is_cancelled_by_a_watchdog])

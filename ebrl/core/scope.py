@@ -66,7 +66,8 @@ class Scope:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
-        self.ending = self.ending or not (task.cancelled() or task.exception() is None)
+        if not task.cancelled() and task.exception() is not None:
+            self.ending = True
 
     def fail(self, error: BaseException) -> bool:
         """End as if a child had raised `error`; for what is raised outside of all tasks.
