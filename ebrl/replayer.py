@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebrl.core.errors import ConfigError, Deadlock
+from ebrl.core.errors import ConfigError, Deadlock, as_path
 from ebrl.core.events import Checks, RecordedRun, Runs, Update, checksums
 from ebrl.core.protocols import GroupLearner, Learner, Request
 from ebrl.core.records import EnvSpec, Observation, Segment, TrainBatch
@@ -32,6 +32,7 @@ from ebrl.gen.generator import Generator
 from ebrl.sim.group import EnvGroup, EnvProgram
 from ebrl.sim.requests import ActRequest
 from ebrl.train.journal import parameter_digest, software
+from ebrl.train.options import check_learner
 
 CAUSES = (
     "its reset showed another observation: the simulator is not deterministic, or not the one of the run",
@@ -114,15 +115,17 @@ def replay(
         observe: The same.
 
     Raises:
-        ConfigError: The file is no such log, or it is that of another environment or learner; or an event loop runs.
+        ConfigError: The file is no such log, or it is that of another environment or learner; an argument of another
+                type; or an event loop runs.
     """
     if asyncio._get_running_loop() is not None:
         raise ConfigError("an event loop runs here: await asyncio.to_thread(ebrl.replay, log, spec, learner)")
     if not isinstance(spec, EnvSpec):
         raise ConfigError(f"replay takes the one spec of the recorded run, got a {type(spec).__name__}")
+    check_learner(learner)
     group = {"program": program, "observe": observe}
     given = {name: value for name, value in group.items() if value is not None}
-    return _Replay(RecordedRun(Path(log)), spec, learner, given).run()
+    return _Replay(RecordedRun(as_path("log", log)), spec, learner, given).run()
 
 
 class _Gate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ebrl.core.virtual_machine import VirtualMachine
 from ebrl.gen.cpu import copy_weights
 from ebrl.gen.fake import ScriptedPolicy
 from ebrl.gen.generator import Generator
-from ebrl.gen.policies import GaussianPolicy
+from ebrl.gen.policies import CategoricalPolicy, GaussianPolicy, RecurrentPolicy, default_policy
 from ebrl.replayer import replay
 from ebrl.sim.group import EnvGroup
 from ebrl.train.checkpoint import Checkpointer
@@ -131,10 +132,20 @@ async def test_two_loops_over_one_trainer_are_one_too_many() -> None:
         assert (await anext(trainer)).update == 2
 
 
-def test_a_learner_returns_metrics() -> None:
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "must return metrics by name, {} if it has none: got None"),
+        ({"loss": torch.ones(())}, "must return numbers, but metric 'loss' is a Tensor: give float(value)"),
+        ({"a": 1, "b": "x"}, "must return numbers, but metric 'b' is a str: give float(value)"),
+        ({"a": np.zeros(2)}, "must return numbers, but metric 'a' is a ndarray: give float(value)"),
+    ],
+)
+def test_a_learner_returns_metrics(returned: Any, message: str) -> None:
     class Silent(RecordingLearner):
         def update(self, batch: TrainBatch) -> Any:
             super().update(batch)
+            return returned
 
     async def main() -> None:
         async with Runtime(VirtualMachine({})) as rt:
@@ -144,7 +155,7 @@ def test_a_learner_returns_metrics() -> None:
 
     error = the_failure(main())
     assert isinstance(error, ConfigError)
-    assert str(error) == "Silent.update() must return metrics by name, {} if it has none: got None"
+    assert str(error) == f"Silent.update() {message}"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +210,11 @@ async def test_an_evaluation_needs_a_group_that_runs_and_seeds() -> None:
         gen = rt.start(Generator(ScriptedPolicy(SPEC)))
         group = rt.start(EnvGroup(SPEC, actor=gen, count=2))
         with pytest.raises(ConfigError, match=r"the seeds of its episodes, not their number: give range\(20\)"):
-            await evaluate(envs, 20)  # type: ignore[arg-type]
+            await evaluate(group, 20)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"evaluate takes the seeds of its episodes, range\(20\) say, got None"):
+            await evaluate(group, None)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="evaluate runs the environments of a started EnvGroup, got <ebrl"):
+            await evaluate(gen, range(3))  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="evaluate needs at least one seed"):
             await evaluate(group, [])
         for seed in (-1, 2**63, 1.5):
@@ -263,3 +278,52 @@ def test_an_evaluation_in_the_same_run_measures_what_was_published() -> None:
             return before.version, after.version
 
     assert run_virtual(main()) == (0, 1)
+
+
+@pytest.mark.parametrize("make", [CategoricalPolicy.for_spec, RecurrentPolicy.for_spec, default_policy])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden": 64}, "hidden must be the widths of the hidden layers, as (64, 64), got 64"),
+        ({"hidden": "64"}, "hidden must be the widths of the hidden layers, as (64, 64), got '64'"),
+        ({"hidden": (0,)}, "a width in hidden must be a whole number of at least 1, got 0"),
+        ({"hidden": (8, 2.5)}, "a width in hidden must be a whole number of at least 1, got 2.5"),
+        ({"seed": 2**65}, f"seed must be a whole number from 0 to {2**64 - 1}, got {2**65}"),
+        ({"seed": 1.5}, f"seed must be a whole number from 0 to {2**64 - 1}, got 1.5"),
+        ({"seed": -1}, f"seed must be a whole number from 0 to {2**64 - 1}, got -1"),
+    ],
+)
+def test_options_of_policies(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(scripted_spec(num_actions=3), **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RecurrentPolicy.for_spec(SPEC, memory_size=2.5), "memory_size must be a whole number of at least 1"),  # type: ignore[arg-type]
+        (lambda: RecurrentPolicy.for_spec(SPEC, memory_size=0), "memory_size must be a whole number of at least 1"),
+        (lambda: GaussianPolicy.for_spec(SPEC, horizon=1.5), "horizon must be a whole number of at least 1, got 1.5"),  # type: ignore[arg-type]
+        (lambda: GaussianPolicy.for_spec(SPEC, log_std="x"), "log_std must be a finite number, got 'x'"),  # type: ignore[arg-type]
+        (lambda: GaussianPolicy.for_spec(SPEC, log_std=float("nan")), "log_std must be a finite number, got nan"),
+        (lambda: GaussianPolicy.for_spec([SPEC]), "GaussianPolicy.for_spec takes an EnvSpec"),  # type: ignore[arg-type]
+        (lambda: CategoricalPolicy.for_spec([SPEC]), "CategoricalPolicy.for_spec takes an EnvSpec"),  # type: ignore[arg-type]
+        (lambda: RecurrentPolicy.for_spec([SPEC]), "RecurrentPolicy.for_spec takes an EnvSpec"),  # type: ignore[arg-type]
+        (lambda: default_policy([SPEC]), "default_policy takes an EnvSpec, as env_spec(...) returns"),  # type: ignore[arg-type]
+        (lambda: PPO(None, PPOConfig()), "PPO trains a policy that is a torch.nn.Module, as TorchPolicy is, got None"),
+        (lambda: GRPO("x", GRPOConfig()), "GRPO trains a policy that is a torch.nn.Module, as TorchPolicy is, got 'x'"),
+        (lambda: Generator(None, deterministic="no"), "Generator.deterministic must be True or False, got 'no'"),  # type: ignore[arg-type]
+        (lambda: Checkpointer(None), "folder must be a path, got None"),  # type: ignore[arg-type]
+        (lambda: Runtime(record=3), "record must be a path, got 3"),  # type: ignore[arg-type]
+        (lambda: Runtime(deterministic="no"), "deterministic must be True or False, got 'no'"),  # type: ignore[arg-type]
+        (lambda: Runtime(tune=1), "tune must be True or False, got 1"),  # type: ignore[arg-type]
+        (lambda: replay("x", SPEC, PPO), "learner must have update(batch), batch_size and policy"),  # type: ignore[arg-type]
+        (lambda: replay(None, SPEC, learner()), "log must be a path, got None"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_type(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)

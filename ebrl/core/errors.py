@@ -18,14 +18,16 @@
     ├── Closed (also RuntimeError)         a call on a service that has ended
     └── Deadlock (also RuntimeError)       virtual time: everybody waits and nothing is scheduled
 
-`whole` and `amount` check the numbers that users give.
+`whole`, `amount`, `flag`, `word` and `as_path` check what users give.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import reprlib
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, get_args
 
 logger = logging.getLogger("ebrl")
@@ -143,6 +145,36 @@ def amount(what: str, value: Any) -> float:
     if not LEAST <= value <= MOST:
         raise ConfigError(f"{what} must be from {LEAST:g} to {MOST:g}, got {reprlib.repr(value)}")
     return float(value)
+
+
+def flag(what: str, value: Any) -> bool:
+    """Return an option that is on or off.
+
+    Args:
+        what: It is, for the message.
+        value: What the user gave; words are not taken, since all of them would be on.
+
+    Raises:
+        ConfigError: It is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{what} must be True or False, got {reprlib.repr(value)}")
+    return value
+
+
+def as_path(what: str, value: Any) -> Path:
+    """Return where a file or folder is.
+
+    Args:
+        what: It is, for the message.
+        value: What the user gave.
+
+    Raises:
+        ConfigError: It is no path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{what} must be a path, got {reprlib.repr(value)}")
+    return Path(value)
 
 
 def word(what: str, value: object, known: Any) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ebrl.core.errors import IN_CHILD, UNGUARDED, Closed, ConfigError, amount, whole
+from ebrl.core.errors import IN_CHILD, UNGUARDED, Closed, ConfigError, amount, as_path, flag, whole
 from ebrl.core.events import EventLog
 from ebrl.core.findings import Findings
 from ebrl.core.machine import LocalMachine
@@ -96,15 +96,15 @@ class Runtime:
             grace_s: How long the end may wait for running calls.
 
         Raises:
-            ConfigError: `seed` is no whole number or negative; `grace_s` is not positive; a pin that is no knob of this
-                machine, or out of range; or `profile` is no file of profiles.
+            ConfigError: An option of a wrong type; `seed` is negative; `grace_s` is not positive; a pin that is no knob
+                of this machine, or out of range; or `profile` is no file of profiles.
         """
         self.seed = whole("seed", seed, least=0, most=2**64 - 1)
         self._grace_s = amount("grace_s", grace_s)
         self.machine: Machine = machine or LocalMachine()
-        self.deterministic = deterministic
+        self.deterministic = flag("deterministic", deterministic)
         self.trace = trace
-        self.events = EventLog(Path(record)) if record is not None else None
+        self.events = EventLog(as_path("record", record)) if record is not None else None
         self.findings = Findings()
         self.before_failing: dict[str, Callable[[], Awaitable[object]]] = {}
         self.clock: Callable[[], float] = time.monotonic
@@ -124,7 +124,7 @@ class Runtime:
             self.spawn,
             self._claims,
             trace,
-            enabled=tune and not deterministic,
+            enabled=flag("tune", tune) and not deterministic,
             pins=pin,
         )
         self.profiles = Profiles(self.machine, load(Path(profile)) if isinstance(profile, str | Path) else profile)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from ebrl.core.errors import Closed, ConfigError, PolicyError, whole
+from ebrl.core.errors import Closed, ConfigError, PolicyError, flag, whole
 from ebrl.core.profile import StageProfile
 from ebrl.core.protocols import Lane, Policy, Request
 from ebrl.core.readings import Batching, GenReading, Knob, Move
@@ -74,7 +74,7 @@ class Generator:
         self._profile = StageProfile("gen", name)
         self._turnaround = StageProfile("turnaround", name)
         self._threads = threads
-        self._deterministic = deterministic
+        self._deterministic = flag("Generator.deterministic", deterministic)
         self._pad_to: int | None = None
         self._lanes: list[Lane] = []
         self._queue: BatchQueue[Request | Bundle] | None = None

@@ -56,7 +56,6 @@ class EnvContext:
         self.num_calls = self.num_asides = 0
         self.resumed: SavedEnv | None = None  # whose episode the first reset has to bring back
         self.others: dict[str, Other] = {}  # by name of the actor
-        self.reported = -1  # episode that was counted before the resume, and ends again
         self.running: asyncio.Task[None] | None = None  # its program, again and again
         self.raised: Fault | None = None  # by its simulator, last
         self.recovery = group.recovery
@@ -286,7 +285,7 @@ class EnvContext:
 
     def finish_episode(self) -> None:
         """Close what is open. Called by the group when the program has returned."""
-        if not self.done:  # the program leaves an episode that could have gone on
+        if not self.meter.counted:  # the program leaves an episode that could have gone on, or was lost
             _end_episode(self, "the program has left the episode")
         _close(self)
 
@@ -387,7 +386,8 @@ def _lose(env: EnvContext, started: bool) -> None:
     env.meter.lost = True
     if env.recorder.log is not None:
         env.recorder.log.end()
-    _end_episode(env, "a step failed or was cancelled while it ran, so the state of the simulator is unknown")
+    # It counts when its program leaves it: what ends the program may end the run.
+    env._needs_reset = "a step failed or was cancelled while it ran, so the state of the simulator is unknown"
 
 
 def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
@@ -424,7 +424,7 @@ def _took(env: EnvContext, result: StepResult, action: Array) -> StepResult:
 
 def _end_episode(env: EnvContext, why: str) -> None:
     env._needs_reset = why
-    if env.episode == env.reported:
+    if env.meter.counted:
         return
     failed = env.fault is not None  # then it did not end by itself, and is none
     env._group.feed.finish(env.recorder, env.meter, env._loop.time(), env.version, failed=failed)

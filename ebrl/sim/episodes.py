@@ -13,6 +13,7 @@ class EpisodeMeter:
     __slots__ = (
         "assigned",
         "began_s",
+        "counted",
         "first_decision",
         "lost",
         "num_steps",
@@ -30,6 +31,7 @@ class EpisodeMeter:
         self.steps_before = 0
         self.num_steps = 0
         self.begin(0.0, 0)
+        self.counted = True  # there was none yet
 
     @property
     def env_steps(self) -> int:
@@ -47,6 +49,12 @@ class EpisodeMeter:
         self.total_reward = 0.0
         self.success: bool | None = None
         self.lost = False  # how it went on is not known
+        self.counted = False
+
+    def fail(self, now_s: float, num_decisions: int) -> None:
+        """An episode came to nothing before it began: there is nothing to count."""
+        self.begin(now_s, num_decisions)
+        self.lost = self.counted = True
 
     def end(self, env: int, task: str, now_s: float, num_decisions: int, version: int) -> Episode:
         """Return the episode."""

@@ -80,13 +80,20 @@ class Feed:
             Recorder(i, spec.task, spec.action_repeat, length, self._hand_over) for i, spec in enumerate(self.specs)
         ]
         self._runtime: Runtime | None = None
+        self._ended = False
         self._segments: list[Segment] = []
         self._episodes: list[Episode] = []
         self._told: set[str] = set()
 
     def open(self, name: str, runtime: Runtime) -> None:
         """The group has been started."""
-        self.name, self._runtime = name, runtime
+        self.name, self._runtime, self._ended = name, runtime, False
+
+    def close(self) -> None:
+        """The group ends: whoever waits for credit, for a batch or for an evaluation is told."""
+        self._ended = True
+        self.admission.close()
+        self.plan.close(f"{self.name} has ended, and its evaluation with it")
 
     def train(
         self, batch_size: int, max_lag: int, *, quota: bool, groups: bool, saved: SavedExperience | None, replay: bool
@@ -132,6 +139,8 @@ class Feed:
     async def run(self, seeds: Iterable[int]) -> list[Episode]:
         """Run one episode per seed and task; see `EnvGroup.run_episodes`."""
         self._started("the evaluation")
+        if self._ended:
+            raise Closed(f"{self.name} has ended: evaluate inside `async with Runtime()`, before the group is stopped")
         return await self.plan.run(list(seeds))
 
     def take_segments(self, stale: int | None) -> list[Segment]:
@@ -147,7 +156,8 @@ class Feed:
         return episodes
 
     def finish(self, recorder: Recorder, meter: EpisodeMeter, now_s: float, version: int, *, failed: bool) -> None:
-        """An episode has ended, and counts, unless its simulator has failed; called by its environment."""
+        """An episode has ended, and counts, unless its simulator has failed; called by its environment, once."""
+        meter.counted = True
         if failed:
             self.plan.give_back(recorder.env, (meter.position, meter.seed))
             return

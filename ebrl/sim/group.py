@@ -184,7 +184,7 @@ class EnvGroup:
 
     async def aclose(self, deadline_s: float) -> None:
         """Close the simulators, each behind its running call."""
-        self.admission.close()
+        self.feed.close()
         self.recovery.end()
         self.spares.end()
         if self._runtime is not None:

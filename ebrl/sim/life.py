@@ -49,6 +49,8 @@ async def live(program: Callable[[E], Awaitable[None]], env: E, scope: Scope) ->
                     f"the program returned {type(running).__name__} and no coroutine: define it with `async def`"
                 )
             await running
+            if scope.ending:  # it has kept its cancellation to itself, and what it was doing is not done
+                return
             env.finish_episode()
             if env.num_calls == before:
                 raise ProgramError(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ebrl.core.errors import ConfigError, whole
+from ebrl.core.errors import Closed, ConfigError, whole
 from ebrl.core.records import Episode
 from ebrl.core.rng import episode_seed
 
@@ -91,6 +91,11 @@ class Plan:
         return [
             replace(self._results[position], episode=i // num_tasks) for i, position in enumerate(sorted(self._results))
         ]
+
+    def close(self, why: str) -> None:
+        """No episode will end any more: say so to whoever waits for them."""
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(Closed(why))
 
     async def wait(self, env: int) -> None:
         """Wait until somebody asks for episodes; another environment may have taken the last one by then."""

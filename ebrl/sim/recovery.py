@@ -164,8 +164,7 @@ def blame_reset(
     env.recorder.cut("lost")  # what an episode before a resume had left open
     env._group.plan.give_back(env.index, assigned)
     env.episode += 1
-    env.meter.begin(asyncio.get_running_loop().time(), env.recorder.num_decisions)
-    env.meter.lost = True
+    env.meter.fail(asyncio.get_running_loop().time(), env.recorder.num_decisions)
     if env.recorder.log is not None:
         env.recorder.log.renew()
 

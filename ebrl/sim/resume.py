@@ -110,7 +110,7 @@ class EpisodeLog:
             running = replace(running, dropped=list(self.dropped))
         if given is not None:
             running = replace(running, rng=given.rng, others=given.others)
-        return replace(saved, running=replace(running, actions=self._actions[:num], reported=env.done))
+        return replace(saved, running=replace(running, actions=self._actions[:num], reported=env.meter.counted))
 
     def _see(self) -> None:
         env, meter = self._env, self._env.meter
@@ -273,7 +273,7 @@ def come_back(env: EnvContext) -> SavedEpisode:
     meter.num_steps = running.num_steps
     meter.total_reward = running.total_reward
     meter.success = running.success
-    env.reported = env.episode if running.reported else -1
+    meter.counted = running.reported
     give_back(env, saved.rng, saved.others)  # as it was, whatever the program has done before its reset
     return running
 

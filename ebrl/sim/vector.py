@@ -185,7 +185,7 @@ class VectorGroup:
 
     async def aclose(self, deadline_s: float) -> None:
         """Close the simulators, each behind its running call."""
-        self.admission.close()
+        self.feed.close()
         self.recovery.end()
         if self._runtime is not None:
             self._runtime.tuning.forget(self)

@@ -44,8 +44,8 @@ async def assign(env: VectorContext, chosen: Sequence[Slot]) -> dict[int, int]:
 
 
 def leave(env: VectorContext, slot: Slot) -> None:
-    """Close the episode of a slot, which may still run."""
-    if slot.state == "running":
+    """Close the episode of a slot, which may still run, or have been lost."""
+    if not slot.meter.counted:
         end_episode(env, slot)
     if slot.state == "over":
         slot.recorder.end()
@@ -68,7 +68,7 @@ def lose_all(env: VectorContext) -> None:
                 slot.recorder.drop_current("lost")
             slot.recorder.cut("lost")
             slot.meter.lost = True
-            end_episode(env, slot)
+            slot.state = "over"  # it counts when its program leaves it: what ends the program may end the run
 
 
 def lose_assigned(env: VectorContext, numbers: Iterable[int]) -> None:
@@ -78,8 +78,7 @@ def lose_assigned(env: VectorContext, numbers: Iterable[int]) -> None:
         assert slot.meter.assigned is not None
         env._group.plan.give_back(slot.index, slot.meter.assigned)
         slot.episode += 1
-        slot.meter.begin(env._loop.time(), slot.recorder.num_decisions)
-        slot.meter.lost = True
+        slot.meter.fail(env._loop.time(), slot.recorder.num_decisions)
 
 
 def save_slots(context: VectorContext, waiting: Container[int]) -> Iterator[SavedEnv]:

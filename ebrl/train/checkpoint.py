@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ebrl.core.admission import Ledger
-from ebrl.core.errors import CheckpointError, ConfigError, in_short, whole
+from ebrl.core.errors import CheckpointError, ConfigError, as_path, in_short, whole
 from ebrl.core.protocols import Lane, Learner, Stateful
 from ebrl.core.records import Episode
 from ebrl.core.runtime import Runtime
@@ -103,9 +103,9 @@ class Checkpointer:
             keep: Checkpoints that stay; older ones are removed.
 
         Raises:
-            ConfigError: `keep` is below 1.
+            ConfigError: `folder` is no path, or `keep` is below 1.
         """
-        self.folder = Path(folder)
+        self.folder = as_path("folder", folder)
         self.keep = whole("keep", keep)
         self._lane: tuple[Runtime, Lane] | None = None
         self._last = 0  # number of the newest checkpoint that was read or written here

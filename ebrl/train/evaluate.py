@@ -7,6 +7,7 @@ successes are quick.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,11 +81,15 @@ async def evaluate(envs: EpisodeRunner, seeds: Iterable[int]) -> EvalReport:
             happens to run it.
 
     Raises:
-        ConfigError: There is no seed, or one is out of range; the group is used for training.
-        Closed: The group was not started.
+        ConfigError: There is no seed, or one is out of range; the group is none, or used for training.
+        Closed: The group was not started, or has ended.
     """
+    if not callable(getattr(envs, "run_episodes", None)):
+        raise ConfigError(f"evaluate runs the environments of a started EnvGroup, got {reprlib.repr(envs)}")
     if isinstance(seeds, int):
         raise ConfigError(f"evaluate takes the seeds of its episodes, not their number: give range({seeds})")
+    if not isinstance(seeds, Iterable):
+        raise ConfigError(f"evaluate takes the seeds of its episodes, range(20) say, got {reprlib.repr(seeds)}")
     chosen = list(seeds)
     if not chosen:
         raise ConfigError("evaluate needs at least one seed: give range(20), say")

@@ -7,6 +7,7 @@ in an action. Flat rows are segment after segment.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from ebrl.core.errors import PolicyError, logger
+from ebrl.core.errors import ConfigError, PolicyError, logger
 from ebrl.core.protocols import Stateful
 from ebrl.core.records import Array, BatchOut, Decision, Segment, TrainBatch
 from ebrl.core.rng import Domain, stream
@@ -95,7 +96,8 @@ class TorchLearner:
         discount_unit: Whether gamma counts simulator steps or decisions.
 
     Raises:
-        PolicyError: The policy has no parameter that is trained.
+        ConfigError: The policy is none.
+        PolicyError: It has no parameter that is trained.
 
     Attributes:
         proximal: Moving average of the policy that ratios are clipped around, if that was asked for.
@@ -105,7 +107,12 @@ class TorchLearner:
     def __init__(
         self, policy: Any, config: LearnerConfig, *, gamma: float = 1.0, discount_unit: DiscountUnit = "decision"
     ) -> None:
-        self.policy = policy
+        if not isinstance(policy, nn.Module):
+            raise ConfigError(
+                f"{type(self).__name__} trains a policy that is a torch.nn.Module, as TorchPolicy is, "
+                f"got {reprlib.repr(policy)}"
+            )
+        self.policy: Any = policy
         self.batch_size = config.batch_size
         self.minibatch_size = config.minibatch_size
         self.max_grad_norm = config.max_grad_norm
@@ -115,7 +122,7 @@ class TorchLearner:
         self.num_updates = 0
         self.ratio_level = config.ratio_level
         self.lag_watch = LagWatch()
-        self.parameters = [p for p in policy.parameters() if p.requires_grad]
+        self.parameters: list[Tensor] = [p for p in policy.parameters() if p.requires_grad]
         if not self.parameters:
             raise PolicyError(f"{type(policy).__name__} has no parameter with requires_grad: nothing can be trained")
         self.device = self.parameters[0].device

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from ebrl.core.errors import ConfigError, is_a
+from ebrl.core.errors import ConfigError, is_a, whole
+from ebrl.core.protocols import Learner
 
 Objective: TypeAlias = Literal["decoupled", "ppo", "uncorrected"]
 RatioLevel: TypeAlias = Literal["token", "action", "decision"]
@@ -115,6 +116,20 @@ class LearnerConfig:
             ("anneal_updates", self.anneal_updates is None or self.anneal_updates >= 1, "None or at least 1"),
             ("seed", self.seed >= 0, "at least 0"),
         )
+
+
+def check_learner(learner: object) -> None:
+    """Check that something can be trained with.
+
+    Raises:
+        ConfigError: It is no `Learner`.
+    """
+    if not isinstance(learner, Learner):
+        raise ConfigError(
+            f"learner must have update(batch), batch_size and policy, as ebrl.PPO(policy, config) has: "
+            f"this is a {type(learner).__name__}"
+        )
+    whole(f"{type(learner).__name__}.batch_size", learner.batch_size)
 
 
 KINDS: Final[dict[str, tuple[type, str]]] = {

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Self, TypeAlias
 
 import numpy as np
@@ -28,6 +29,7 @@ from ebrl.train.assemble import Assembler, Dropped
 from ebrl.train.checkpoint import Checkpoint, stateful
 from ebrl.train.groups import GroupAssembler, Groups
 from ebrl.train.journal import Journal
+from ebrl.train.options import check_learner
 from ebrl.train.sampling import Sampling, share_metrics, weighted
 from ebrl.train.tree import copied
 
@@ -271,10 +273,8 @@ class Trainer:
     def _update(self, batch: TrainBatch) -> tuple[Mapping[str, float], NDArray[np.int64]]:
         if self._sampling == "weighted":
             batch = weighted(batch, len(self._tasks))
-        metrics: object = (self._journal or self._learner).update(batch)
-        if not isinstance(metrics, Mapping):
-            kind = type(self._learner).__name__
-            raise ConfigError(f"{kind}.update() must return metrics by name, {{}} if it has none: got {metrics!r}")
+        metrics = (self._journal or self._learner).update(batch)
+        _check_metrics(type(self._learner).__name__, metrics)
         return {**metrics, **share_metrics(batch, self._tasks)}, batch.lags
 
     async def _next_batch(self) -> TrainBatch:
@@ -381,18 +381,22 @@ def _check(actor: Actor, learner: object, sampling: object, resume: object) -> N
             f"{actor.name} takes the mode of its policy (deterministic=True), from which nothing is learnt: "
             "train with an EnvGroup whose Generator samples, and evaluate with another"
         )
-    if not isinstance(learner, Learner):
-        raise ConfigError(
-            f"learner must have update(batch), batch_size and policy, as ebrl.PPO(policy, config) has: "
-            f"this is a {type(learner).__name__}"
-        )
-    whole(f"{type(learner).__name__}.batch_size", learner.batch_size)
+    check_learner(learner)
     word("sampling", sampling, Sampling)
     if resume is not None and not isinstance(resume, Checkpoint):
         raise ConfigError(
             f"resume must be a checkpoint, as Checkpointer(folder).latest() returns, or None: "
             f"this is a {type(resume).__name__}"
         )
+
+
+def _check_metrics(kind: str, metrics: object) -> None:
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"{kind}.update() must return metrics by name, {{}} if it has none: got {metrics!r}")
+    for name, value in metrics.items():
+        if not isinstance(value, Real):
+            what = f"metric {name!r} is a {type(value).__name__}"
+            raise ConfigError(f"{kind}.update() must return numbers, but {what}: give float(value)")
 
 
 def _make_assembler(trainer: Trainer, runtime: Runtime) -> Assembler | GroupAssembler:

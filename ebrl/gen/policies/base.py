@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ebrl.core.errors import SpaceError
+from ebrl.core.errors import ConfigError, SpaceError, whole
 from ebrl.core.protocols import PolicyOut
 from ebrl.core.records import Array, ArraySpec, EnvSpec, Observation
 from ebrl.gen.policies.normalizer import ObservationNormalizer
@@ -130,6 +130,32 @@ def vector_features(spec: EnvSpec, reader: str, *, normalize: bool) -> Features:
     return Features(tuple(arrays), sum(array.size for array in arrays.values()), normalize=normalize)
 
 
+def check_spec(spec: object, maker: str) -> None:
+    """Check that a policy is to be made for one environment.
+
+    Args:
+        spec: Of it.
+        maker: Name of what makes the policy, for the message.
+
+    Raises:
+        ConfigError: It is no `EnvSpec`.
+    """
+    if not isinstance(spec, EnvSpec):
+        raise ConfigError(
+            f"{maker} takes an EnvSpec, as env_spec(...) returns (of several, any: they are alike), "
+            f"got a {type(spec).__name__}"
+        )
+
+
+def source_of(seed: int) -> torch.Generator:
+    """Return the source of the first weights; torch's global one is not touched.
+
+    Raises:
+        ConfigError: `seed` is no whole number that torch takes.
+    """
+    return torch.Generator().manual_seed(whole("seed", seed, least=0, most=2**64 - 1))
+
+
 def mlp(
     num_in: int, num_out: int, *, hidden: Sequence[int] = (64, 64), gain: float, generator: torch.Generator
 ) -> nn.Sequential:
@@ -140,9 +166,15 @@ def mlp(
         num_out: Numbers out.
         hidden: Widths of the hidden layers.
         gain: Of the last layer: 0.01 for a policy (starts near uniform), 1 for a critic. The others have sqrt(2).
-        generator: Source of the weights; torch's global one is not touched.
+        generator: Source of the weights.
+
+    Raises:
+        ConfigError: `hidden` is no sequence of widths.
     """
-    widths = [num_in, *hidden]
+    given: object = hidden
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise ConfigError(f"hidden must be the widths of the hidden layers, as (64, 64), got {given!r}")
+    widths = [num_in, *(whole("a width in hidden", width) for width in hidden)]
     layers: list[nn.Module] = []
     for a, b in pairwise(widths):
         layers += [_linear(a, b, math.sqrt(2), generator), nn.Tanh()]

@@ -11,7 +11,7 @@ from torch import Tensor
 from ebrl.core.errors import SpaceError
 from ebrl.core.protocols import PolicyOut
 from ebrl.core.records import EnvSpec
-from ebrl.gen.policies.base import Features, TorchPolicy, mlp, vector_features
+from ebrl.gen.policies.base import Features, TorchPolicy, check_spec, mlp, source_of, vector_features
 
 
 class CategoricalPolicy(TorchPolicy):
@@ -26,7 +26,7 @@ class CategoricalPolicy(TorchPolicy):
 
     def __init__(self, features: Features, num_values: int, *, hidden: Sequence[int] = (64, 64), seed: int = 0) -> None:
         super().__init__(horizon=1, noise_dim=1)
-        generator = torch.Generator().manual_seed(seed)
+        generator = source_of(seed)
         self.num_values = num_values
         self.features = features
         self.logits = mlp(features.size, num_values, hidden=hidden, gain=0.01, generator=generator)
@@ -46,7 +46,9 @@ class CategoricalPolicy(TorchPolicy):
 
         Raises:
             SpaceError: It cannot serve these spaces.
+            ConfigError: An argument that cannot be.
         """
+        check_spec(spec, f"{cls.__name__}.for_spec")
         if spec.action.num_values is None:
             raise SpaceError(
                 f"{spec.id}: CategoricalPolicy needs a discrete action, but it is {spec.action.dtype} of shape "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ebrl.core.errors import ConfigError
 from ebrl.core.records import EnvSpec
-from ebrl.gen.policies.base import TorchPolicy
+from ebrl.gen.policies.base import TorchPolicy, check_spec
 from ebrl.gen.policies.categorical import CategoricalPolicy
 from ebrl.gen.policies.gaussian import GaussianPolicy
 
@@ -25,8 +25,9 @@ def feed_forward_policy(
 
     Raises:
         SpaceError: No stock policy serves these spaces.
-        ConfigError: A chunk of discrete actions was asked for.
+        ConfigError: A chunk of discrete actions was asked for, or an argument cannot be.
     """
+    check_spec(spec, "default_policy")
     if spec.action.num_values is None:
         return GaussianPolicy.for_spec(spec, hidden=hidden, horizon=horizon, normalize=normalize, seed=seed)
     if horizon != 1:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ebrl.core.errors import ConfigError, SpaceError
+from ebrl.core.errors import ConfigError, SpaceError, is_a, whole
 from ebrl.core.protocols import PolicyOut
 from ebrl.core.records import ArraySpec, EnvSpec
-from ebrl.gen.policies.base import Features, TorchPolicy, bounds, mlp, vector_features
+from ebrl.gen.policies.base import Features, TorchPolicy, bounds, check_spec, mlp, source_of, vector_features
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -46,7 +47,7 @@ class GaussianPolicy(TorchPolicy):
         seed: int = 0,
     ) -> None:
         super().__init__(horizon=horizon, noise_dim=horizon * action.size)
-        generator = torch.Generator().manual_seed(seed)
+        generator = source_of(seed)
         self.action_shape = action.shape
         self.features = features
         self.mean = mlp(features.size, self.noise_dim, hidden=hidden, gain=0.01, generator=generator)
@@ -79,10 +80,12 @@ class GaussianPolicy(TorchPolicy):
 
         Raises:
             SpaceError: It cannot serve these spaces.
-            ConfigError: `horizon` is below 1.
+            ConfigError: An argument that cannot be.
         """
-        if horizon < 1:
-            raise ConfigError(f"horizon={horizon}: a chunk has at least 1 action")
+        check_spec(spec, f"{cls.__name__}.for_spec")
+        whole("horizon", horizon)
+        if not is_a(Real, log_std) or not math.isfinite(log_std):
+            raise ConfigError(f"log_std must be a finite number, got {log_std!r}")
         if spec.action.num_values is not None:
             raise SpaceError(
                 f"{spec.id}: GaussianPolicy needs a float action, but it is discrete with {spec.action.num_values} "

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from ebrl.core.errors import ConfigError
+from ebrl.core.errors import whole
 from ebrl.core.protocols import MEMORY, PolicyOut
 from ebrl.core.records import ArraySpec, EnvSpec
-from ebrl.gen.policies.base import STATE, Features, TorchPolicy, vector_features
+from ebrl.gen.policies.base import STATE, Features, TorchPolicy, check_spec, source_of, vector_features
 from ebrl.gen.policies.feed_forward import feed_forward_policy
 
 
@@ -35,7 +35,7 @@ class RecurrentPolicy(TorchPolicy):
 
     def __init__(self, features: Features, head: TorchPolicy, memory_size: int, *, seed: int = 0) -> None:
         super().__init__(horizon=head.horizon, noise_dim=head.noise_dim, memory_size=2 * memory_size)
-        generator = torch.Generator().manual_seed(seed)
+        generator = source_of(seed)
         self.features = features
         self.head = head
         self.actor_unit = gated_unit(features.size, memory_size, generator)
@@ -64,10 +64,10 @@ class RecurrentPolicy(TorchPolicy):
 
         Raises:
             SpaceError: It cannot serve these spaces.
-            ConfigError: `memory_size` or `horizon` cannot be.
+            ConfigError: An argument that cannot be.
         """
-        if memory_size < 1:
-            raise ConfigError(f"memory_size={memory_size}: a policy with memory remembers at least 1 number")
+        check_spec(spec, f"{cls.__name__}.for_spec")
+        whole("memory_size", memory_size)
         features = vector_features(spec, cls.__name__, normalize=normalize)
         seen_by_head = replace(spec, observation=ArraySpec((memory_size,), "float32"))
         head = feed_forward_policy(seen_by_head, hidden=hidden, horizon=horizon, normalize=False, seed=seed)
@@ -125,7 +125,7 @@ def gated_unit(num_in: int, num_out: int, generator: torch.Generator) -> nn.GRU:
     Args:
         num_in: Numbers in.
         num_out: M, numbers that it remembers.
-        generator: Source of the weights; torch's global one is not touched.
+        generator: Source of the weights.
     """
     # Made on no device: the constructor's own initialisation would draw from the global generator.
     unit = nn.GRU(num_in, num_out, device="meta").to_empty(device="cpu")
