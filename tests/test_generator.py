@@ -549,3 +549,15 @@ async def test_an_error_of_a_service_is_one_of_its_own_for_everybody_who_asked()
     assert [str(error) for error in found] == ["service failed: KeyError('broken')"] * 2
     assert all(isinstance(error, PolicyError) and isinstance(error.__cause__, KeyError) for error in found)
     assert found[0] is not found[1], "notes and tracebacks of one task would show in the other"
+
+
+@virtually
+async def test_weights_are_published_to_a_generator_that_runs() -> None:
+    policy = ScriptedPolicy(SPEC)
+    gen = Generator(policy)
+    with pytest.raises(Closed, match=r"gen was not started: call rt\.start\(generator\) first"):
+        await gen.publish(policy)
+    async with Runtime(VirtualMachine({})) as rt:
+        assert await rt.start(gen).publish(policy) == 1
+    with pytest.raises(Closed, match="gen has ended, and takes no weights any more"):
+        await gen.publish(policy)

@@ -147,8 +147,14 @@ class Generator:
 
         Returns:
             The new version.
+
+        Raises:
+            Closed: It was not started, or has ended.
         """
-        return await self.weights.publish(policy, self._lanes[0])
+        weights = self.weights
+        if self._queue is None:
+            raise Closed(f"{self.name} has ended, and takes no weights any more")
+        return await weights.publish(policy, self._lanes[0])
 
     def reading(self) -> GenReading:
         """What the tuner needs to know; see `ebrl.core.tuning.TunedGenerator`."""
