@@ -160,13 +160,14 @@ class Generator:
         """What the tuner needs to know; see `ebrl.core.tuning.TunedGenerator`."""
         fit = self._profile.fits.get(1.0)
         queue = self._queue
+        slots = self._num_rows / queue.num_requests if queue is not None and queue.num_requests else 1.0  # of a request
         return GenReading(
             name=self.name,
             batching=Batching(
                 self._batcher.threshold, self._batcher.max_size, self._batcher.max_wait_s, self._num_lanes
             ),
             fixed_s=fit.a_s if fit is not None else 0.0,
-            per_request_s=fit.b_s * self._per_request if fit is not None else 0.0,
+            per_request_s=fit.b_s * slots if fit is not None else 0.0,
             size_spread=fit.size_spread if fit is not None else 0.0,
             latencies_s=self._turnaround.latency.samples(),
             num_requests=queue.num_requests if queue is not None else 0,
@@ -224,12 +225,6 @@ class Generator:
             if runtime.machine.real:
                 lane.run(torch.set_num_threads, self._threads, n=0)
             self._lanes.append(lane)
-
-    @property
-    def _per_request(self) -> float:
-        """Rows of a request: 1, or as many as batched simulators have slots."""
-        requests = self._queue.num_requests if self._queue is not None else 0
-        return self._num_rows / requests if requests else 1.0
 
     def _read(self, queue: BatchQueue[Any]) -> dict[str, float]:
         now_s, busy_s = self._clock(), sum(lane.busy_s for lane in self._lanes)
