@@ -238,10 +238,13 @@ class Campaign:
                 assert line["log_weight"] < 1e-4, line
 
     def expected(self) -> set[int]:
-        """Return from where the next process must go on: what was saved last, or what was about to be."""
+        """Return from where the next process must go on: what was saved last, or what was about to be.
+
+        Who is killed between a save and the line that says so leaves a checkpoint that only the next process tells of.
+        """
         lines = self.journal.read()
-        saved = [line["saved"] for line in lines if "saved" in line]
-        last = saved[-1] if saved else 0
+        found = [line.get("saved", line.get("resumed", 0)) for line in lines if line.keys() & {"saved", "resumed"}]
+        last = found[-1] if found else 0
         return {last, last + 1} if lines and "saving" in lines[-1] else {last}
 
     def kill_at(self, calls: list[str], plan: Plan) -> None:

@@ -17,6 +17,7 @@ import ebrl
 from ebrl.core.records import EnvSpec, TrainBatch
 from ebrl.gen.policies import default_policy
 from tests.helpers import run_python
+from tests.kill import Campaign
 
 N = 2
 CONFIG = ebrl.PPOConfig(batch_size=64, minibatch_size=32, epochs=2)
@@ -112,6 +113,25 @@ def killed(*args: str, timeout_s: float) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["weighed"] > 0
     return found
+
+
+@pytest.mark.parametrize(
+    ("lines", "updates"),
+    [
+        ([], {0}),
+        ([{"resumed": 0}], {0}),
+        ([{"resumed": 0}, {"saving": 1}], {0, 1}),
+        ([{"saving": 1}, {"saved": 1}], {1}),
+        ([{"saved": 1}, {"saving": 2}, {"resumed": 2}], {2}),  # killed between the save and the line of it
+        ([{"saved": 1}, {"saving": 2}, {"resumed": 2}, {"saving": 3}], {2, 3}),  # and again
+        ([{"saved": 1}, {"saving": 2}, {"resumed": 1}, {"saving": 2}], {1, 2}),
+    ],
+)
+def test_what_a_killed_process_leaves(tmp_path: Path, lines: list[dict[str, int]], updates: set[int]) -> None:
+    campaign = Campaign(tmp_path, seed=0)
+    for line in lines:
+        campaign.journal.write(**line)
+    assert campaign.expected() == updates
 
 
 @pytest.mark.slow
