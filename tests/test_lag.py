@@ -56,7 +56,7 @@ def test_healthy_data_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
         (
             [0.0, 0.0, 0.0, 3.0],
             [1, 1, 1, 1],
-            "the effective sample size of a batch is 0.33 (healthy: over 0.5); the data ",
+            "the effective sample size of a batch is 0.328 (healthy: over 0.5); the data ",
         ),
         ([0.4, -0.4], [1, 1], "the mean of (log w)**2 is 0.16 (healthy: under 0.1); the data are far from the weights"),
         ([-2e-4, 0.0], [0, 1], "max |log w| at lag 0 is 0.0002 (healthy: under 0.0001); acting and scoring disagree"),

@@ -52,11 +52,11 @@ class LagWatch:
         fresh = log_weight_N[lag_N == 0]
         at_lag_0 = float(fresh.abs().max()) if len(fresh) else math.nan
         if ess < LOWEST_ESS:
-            self._warn("ess", f"the effective sample size of a batch is {ess:.2f} (healthy: over 0.5)", _TOO_OLD)
+            self._warn("ess", f"the effective sample size of a batch is {ess:.3g} (healthy: over 0.5)", _TOO_OLD)
         if square > HIGHEST_SQUARE:
-            self._warn("square", f"the mean of (log w)**2 is {square:.2g} (healthy: under 0.1)", _TOO_OLD)
+            self._warn("square", f"the mean of (log w)**2 is {square:.3g} (healthy: under 0.1)", _TOO_OLD)
         if at_lag_0 > HIGHEST_AT_LAG_0:
-            self._warn("lag 0", f"max |log w| at lag 0 is {at_lag_0:.2g} (healthy: under 0.0001)", _DISAGREE)
+            self._warn("lag 0", f"max |log w| at lag 0 is {at_lag_0:.3g} (healthy: under 0.0001)", _DISAGREE)
         return {
             "behaviour_weight_ess": ess,
             "log_weight_sq_mean": square,
