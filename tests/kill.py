@@ -243,7 +243,7 @@ class Campaign:
         Who is killed between a save and the line that says so leaves a checkpoint that only the next process tells of.
         """
         lines = self.journal.read()
-        found = [line.get("saved", line.get("resumed", 0)) for line in lines if line.keys() & {"saved", "resumed"}]
+        found = [line[key] for line in lines for key in ("saved", "resumed") if key in line]
         last = found[-1] if found else 0
         return {last, last + 1} if lines and "saving" in lines[-1] else {last}
 
